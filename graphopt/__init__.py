@@ -1,3 +1,43 @@
-"""graphopt: graph rewriting for people who train diffusion transformers with `torch.compile`."""
+"""graphopt: graph rewriting for people who train diffusion transformers with `torch.compile`.
+
+    step = torch.compile(model, backend="graphopt")
+
+needs no import of this package; what is here asks what was done, and sets defaults.  Names are loaded on first use, so
+`import graphopt` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphopt.checks import CheckFailed, check
+    from graphopt.config import Config, configure
+    from graphopt.errors import GraphoptError
+    from graphopt.reporting import Report, last_report, report
 
 __version__ = "0.1.0"
+
+# public name -> module that defines it
+_HOME = {
+    "CheckFailed": "graphopt.checks",
+    "Config": "graphopt.config",
+    "GraphoptError": "graphopt.errors",
+    "Report": "graphopt.reporting",
+    "check": "graphopt.checks",
+    "configure": "graphopt.config",
+    "last_report": "graphopt.reporting",
+    "report": "graphopt.reporting",
+}
+__all__ = ["CheckFailed", "Config", "GraphoptError", "Report", "check", "configure", "last_report", "report"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'graphopt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,160 @@
+"""Every private or moving API of torch that graphopt touches, each with a contract test in tests/contracts.
+
+Known to hold on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def statically_true(condition: Any) -> bool:
+    """Is a (symbolic) condition true for certain, without adding a guard?"""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def size_hint(size: Any) -> int:
+    """The number behind a size: itself, or the value a symbolic size was traced with.  Adds no guard."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint)
+
+
+def inductor_compile(gm: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Hand a graph to Inductor.
+
+    Settings travel in `options=` only: a config context does not reach the backward, which is lowered later.
+    """
+    import torch._inductor
+
+    return torch._inductor.compile(gm, example_inputs, options=options)
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """Inductor's settings for a mode such as "max-autotune"."""
+    import torch._inductor
+
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def inductor_option_names() -> list[str]:
+    """Every key Inductor accepts in `options=`."""
+    import torch._inductor
+
+    return list(torch._inductor.list_options())
+
+
+def inductor_mode_names() -> list[str]:
+    """Every mode Inductor knows."""
+    import torch._inductor
+
+    return list(torch._inductor.list_mode_options())
+
+
+MIX_ORDER = "triton.mix_order_reduction"
+
+
+def mix_order_is_wrong() -> bool:
+    """Does this torch have the mix-order reduction that returns wrong gradients (pytorch#193061)?
+
+    Regression of 2.10; 2.13.0 still has it and no later version has been checked, so every later one counts as wrong.
+    """
+    return MIX_ORDER in inductor_option_names()
+
+
+def named_backend(name: str) -> Callable[..., Any]:
+    """A backend of torch by its name, such as "aot_eager"."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
+def calling_wrapper() -> Any | None:
+    """The object `torch.compile` made for the callable whose frame is being compiled now.
+
+    torch gives a backend named by a string no way to tell two compiled callables apart; the wrapper that calls it is
+    the one object that belongs to exactly one `torch.compile` call.  It is found on the Python stack.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__call__":
+            owner = frame.f_locals.get("self")
+            if type(owner).__name__ == "_TorchCompileWrapper":
+                return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def wrapper_of(compiled: Any) -> Any | None:
+    """The same object, found from what `torch.compile` returned (or from a module compiled in place)."""
+    seen: set[int] = set()
+    todo = [compiled]
+    while todo:
+        x = todo.pop(0)
+        if x is None or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if type(x).__name__ == "_TorchCompileWrapper":
+            return x
+        slots = getattr(x, "__dict__", {})
+        todo += [slots.get(k) for k in (
+            "_compiled_call_impl", "dynamo_ctx", "callback", "_torchdynamo_orig_backend", "_torchdynamo_orig_callable",
+            "_inner_convert", "compiler_fn", "_compiler_fn")]
+        todo += [cell.cell_contents for cell in getattr(x, "__closure__", None) or () if _filled(cell)]
+        todo.append(getattr(x, "__self__", None))
+    return None
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # an empty cell
+        return False
+
+
+def current_compile_id() -> str:
+    """Torch's name of the frame being compiled, such as "0/1" (frame / recompilation)."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_compile_id()
+    return "?" if current is None else str(current)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Is this the plain fake tensor of a dense tensor (and not of a DTensor or another subclass)?"""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(tensor) in (FakeTensor, torch.Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def fake_mode_of(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Run operators on the fake tensors of a graph."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
+    if not modes:
+        yield
+        return
+    with modes[0]:
+        yield
+
+
+
+
+def skipped_frames() -> list[str]:
+    """Why torch skipped frames or broke graphs in this process, as far as it counted them."""
+    from torch._dynamo.utils import counters
+
+    reasons = [str(k) for k in counters.get("graph_break", {})] + [str(k) for k in counters.get("unimplemented", {})]
+    return [r.splitlines()[0] for r in reasons[:5] if r]

@@ -1,0 +1,49 @@
+"""`graphopt.check`: turn "did anything happen?" into an error when the answer is no."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphopt import _compat
+from graphopt.errors import GraphoptError
+from graphopt.reporting import Report, describe, report
+
+
+class CheckFailed(GraphoptError):
+    """A compiled callable has fewer sites than required, or torch never handed it over."""
+
+
+def check(
+    compiled: Any, require: Mapping[str, int] | None = None, what: str = "matched", executed: bool = False
+) -> Report:
+    """After a first step: raise CheckFailed unless graphopt saw the callable and found at least the required sites.
+
+    compiled: what `torch.compile` returned, or a module compiled in place.
+    require: kind of site -> least number, such as {"modulate": 81, "gate": 80}.
+    what, executed: as in Report.count.
+    Returns the report.
+    """
+    owner = _compat.wrapper_of(compiled)
+    if owner is None:
+        report(compiled)  # raises, saying what to pass
+    try:
+        found = report(compiled)
+    except GraphoptError:
+        raise CheckFailed(
+            f"torch never called the backend for {describe(compiled)}",
+            where="; ".join(_compat.skipped_frames()) or None,
+            remedy="run it once before the check; compile the module before DDP or FSDP wrap it "
+            "(model.compile(backend='graphopt')); TORCH_LOGS=graph_breaks names what torch skipped",
+        ) from None
+    for kind, least in (require or {}).items():
+        have = found.count(kind, what, executed)
+        if have < least:
+            reasons = [f"{r.rule} at {r.fqn or '(root)'} ({r.where or r.node}): {r.reason}" for r in found.rejects[:5]]
+            reasons += [f"declined at {s.fqn}: {s.reason}" for s in found.declined[:3] if what == "rewritten"]
+            raise CheckFailed(
+                f"{have} {kind} sites {what}, {least} required",
+                where=describe(compiled),
+                remedy="; ".join(reasons) or "no norm or gate of this model looked like a site: see print(report)",
+            )
+    return found

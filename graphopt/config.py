@@ -1,0 +1,148 @@
+"""Options: what a user may set, parsed once into a frozen Config.
+
+Sources, the later one wins: defaults, `graphopt.configure(...)`, the environment (GRAPHOPT_DISABLE, GRAPHOPT_STRICT),
+`options=` of torch.compile.  Keys that start with `graphopt.` are ours, all others go to Inductor.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from graphopt import _compat
+from graphopt.errors import ConfigError
+from graphopt.passes import catalogue
+
+PREFIX = "graphopt."
+CHOICES: dict[str, tuple[str, ...]] = {
+    "select": ("profitable", "all"),
+    "numerics": ("fp32", "eager"),
+    "on_error": ("fallback", "raise"),
+    "compiler": ("inductor", "aot_eager", "eager"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one compiled callable is treated.
+
+    rules: names of rules or families that run; None: every rule that keeps the maths.
+    disable: names that do not run, whatever `rules` says.
+    select: "profitable" leaves a site to Inductor where it is predicted to be faster there, "all" rewrites every one.
+    numerics: "fp32" rounds once at the end of a site, "eager" after each op of the source.
+    on_error: "fallback" leaves a site alone when something about it fails, "raise" raises.
+    compiler: what compiles the rewritten graph.
+    mode: a mode of Inductor (torch.compile refuses mode= beside options=).
+    """
+
+    rules: tuple[str, ...] | None = None
+    disable: tuple[str, ...] = ()
+    select: str = "profitable"
+    numerics: str = "fp32"
+    on_error: str = "fallback"
+    compiler: str = "inductor"
+    mode: str | None = None
+
+
+_defaults = Config()
+
+
+def configure(**settings: Any) -> Config:
+    """Set process-wide defaults, for callables compiled from now on.
+
+    Example: `graphopt.configure(numerics="fp32", select="all")`.  Returns the new defaults; ConfigError names an unknown
+    setting and its nearest known one, and nothing is changed then.
+    """
+    global _defaults
+    _defaults = _apply(_defaults, settings, prefix="")
+    return _defaults
+
+
+def reset() -> None:
+    """Back to the built-in defaults."""
+    global _defaults
+    _defaults = Config()
+
+
+def parse(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Config, dict[str, Any]]:
+    """`mode=` and `options=` of torch.compile as (Config, options for Inductor)."""
+    options = dict(options or {})
+    ours = {k.removeprefix(PREFIX): v for k, v in options.items() if k.startswith(PREFIX)}
+    rest = {k: v for k, v in options.items() if not k.startswith(PREFIX)}
+    config = _apply(_from_environment(_defaults), ours, prefix=PREFIX)
+    if mode is not None and mode != "default":
+        config = _apply(config, {"mode": mode}, prefix="")
+    _check_inductor_keys(rest, config)
+    inductor: dict[str, Any] = {}
+    if config.compiler == "inductor":
+        if config.mode is not None:
+            inductor |= _compat.inductor_mode_options(config.mode)
+        if _compat.mix_order_is_wrong():
+            inductor[_compat.MIX_ORDER] = False
+        inductor |= {k.replace("-", "_"): v for k, v in rest.items()}
+    return config, inductor
+
+
+def _from_environment(config: Config) -> Config:
+    disabled = tuple(n.strip() for n in os.environ.get("GRAPHOPT_DISABLE", "").split(",") if n.strip())
+    if disabled:
+        _check_rules("GRAPHOPT_DISABLE", disabled)
+        config = replace(config, disable=config.disable + disabled)
+    strict = os.environ.get("GRAPHOPT_STRICT", "")
+    if strict not in ("", "0", "1"):
+        raise ConfigError(f"GRAPHOPT_STRICT is {strict!r}", remedy="use 1 to raise on errors, 0 or nothing to fall back")
+    return replace(config, on_error="raise") if strict == "1" else config
+
+
+def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
+    known = [f.name for f in fields(Config)]
+    for key, value in settings.items():
+        if key not in known:
+            raise ConfigError(f"unknown option {prefix + key!r}", remedy=_nearest(prefix + key, [prefix + k for k in known]))
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ConfigError(
+                f"option {prefix + key!r} is {value!r}", remedy=f"use one of {', '.join(map(repr, CHOICES[key]))}"
+            )
+        if key in ("rules", "disable"):
+            if value is not None:
+                if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+                    raise ConfigError(f"option {prefix + key!r} is {value!r}", remedy="give a list of names")
+                value = tuple(value)
+                _check_rules(prefix + key, value)
+            elif key == "disable":
+                value = ()
+        if key == "mode" and value is not None and value not in _compat.inductor_mode_names():
+            raise ConfigError(f"unknown mode {value!r}", remedy=_nearest(str(value), _compat.inductor_mode_names()))
+        config = replace(config, **{key: value})
+    return config
+
+
+def _check_rules(option: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in catalogue.names():
+            raise ConfigError(f"{option} names an unknown rule {name!r}", remedy=_nearest(name, sorted(catalogue.names())))
+
+
+def _check_inductor_keys(rest: Mapping[str, Any], config: Config) -> None:
+    if not rest:
+        return
+    if config.compiler != "inductor":
+        raise ConfigError(
+            f"option {next(iter(rest))!r} is Inductor's, but graphopt.compiler is {config.compiler!r}",
+            remedy="leave it out, or compile with Inductor",
+        )
+    known = set(_compat.inductor_option_names())
+    for key in rest:
+        if key.replace("-", "_") not in known:
+            candidates = [*known, *(PREFIX + f.name for f in fields(Config))]
+            raise ConfigError(f"unknown option {key!r}", remedy=_nearest(key, candidates))
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if not close:  # `rules` for `graphopt.rules`
+        close = [k for k in known if k.endswith("." + word)][:1]
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known)[:12])}"

@@ -1,0 +1,179 @@
+"""What graphopt did to one compiled callable, over all of its graphs.
+
+A callable has one graph per frame, per graph break and per recompilation.  Its Report grows with each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from graphopt import _compat
+from graphopt.errors import ConfigError, GraphoptError
+from graphopt.passes.record import Kernel, PassRecord, Reject, Site
+
+VERSION = 1
+
+
+@dataclass
+class GraphRecord:
+    """One graph the backend was handed: its compile id (frame/recompilation), what the passes did, how often it ran."""
+
+    compile_id: str
+    passes: list[PassRecord]
+    calls: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sites(self) -> list[Site]:
+        """Its sites, in graph order."""
+        return [s for p in self.passes for s in p.sites]
+
+
+@dataclass
+class Report:
+    """Everything graphopt did to one compiled callable."""
+
+    graphs: list[GraphRecord] = field(default_factory=list)
+
+    @property
+    def sites(self) -> list[Site]:
+        """All sites, over all graphs."""
+        return [s for g in self.graphs for s in g.sites]
+
+    @property
+    def rejects(self) -> list[Reject]:
+        """Places that looked like a site and were left alone, with the reason."""
+        return [r for g in self.graphs for p in g.passes for r in p.rejects]
+
+    @property
+    def declined(self) -> list[Site]:
+        """Sites left to Inductor because it is predicted to be faster there."""
+        return [s for s in self.sites if s.status == "declined"]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Fused operators, one entry per direction, each with its sites."""
+        return [k for g in self.graphs for p in g.passes for k in p.kernels]
+
+    def count(self, kind: str, what: str = "matched", executed: bool = False) -> int:
+        """Number of sites of a kind ("modulate" or "gate").
+
+        what: "matched" counts rewritten and declined ones, "rewritten" and "declined" one of them.
+        executed: count a graph's sites once per call of the graph instead of once.
+        """
+        if kind not in ("modulate", "gate"):
+            raise ConfigError(f"unknown kind of site {kind!r}", remedy="use 'modulate' or 'gate'")
+        if what not in ("matched", "rewritten", "declined"):
+            raise ConfigError(f"unknown count {what!r}", remedy="use 'matched', 'rewritten' or 'declined'")
+        return sum(
+            (g.calls if executed else 1)
+            for g in self.graphs for s in g.sites if s.kind == kind and what in ("matched", s.status)
+        )
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """The whole report as JSON: version, then graphs in the order they were compiled."""
+        return json.dumps({"version": VERSION, "graphs": [asdict(g) for g in self.graphs]}, indent=indent)
+
+    def summary(self) -> str:
+        """One line."""
+        parts = [f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}"]
+        for kind in ("modulate", "gate"):
+            parts.append(f"{self.count(kind)} {kind} sites ({self.count(kind, 'rewritten')} rewritten)")
+        parts.append(f"{len(self.rejects)} rejected")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for i, g in enumerate(self.graphs):
+            before, after = (g.passes[0].nodes_before, g.passes[-1].nodes_after) if g.passes else (0, 0)
+            lines.append(f"graph {i} [{g.compile_id}]  nodes {before} -> {after}  ran {g.calls} times")
+            lines += [f"  note: {n}" for n in g.notes]
+            if not g.sites:
+                lines.append("  no site: the graph goes through the compiler as it is")
+            groups = Counter((s.kind, s.rule, s.status, s.reason, s.dtype, s.shape) for s in g.sites)
+            for (kind, rule, status, reason, dtype, shape), n in groups.items():
+                first = next(s for s in g.sites if (s.kind, s.rule, s.status, s.reason) == (kind, rule, status, reason))
+                size = ",".join(map(str, shape))
+                lines.append(f"  {n:4d} {kind:9} {status:9} {rule:19} {dtype}[{size}]  {first.fqn or '(root)'} ..")
+                if reason:
+                    lines.append(f"       {reason}")
+                if first.predicted:
+                    lines.append(f"       predicted {first.predicted.graphopt_us:.0f} us a step, "
+                                 f"Inductor {first.predicted.inductor_us:.0f} us")
+            kernels = Counter((k.operator, k.direction) for p in g.passes for k in p.kernels)
+            for (operator, direction), n in kernels.items():
+                lines.append(f"  {n:4d} kernels   {operator} {direction}")
+            rejects = [r for p in g.passes for r in p.rejects]
+            for r in rejects[:20]:
+                lines.append(f"  left alone  {r.rule} at {r.fqn or '(root)'} ({r.where or r.node}): {r.reason}")
+            if len(rejects) > 20:
+                lines.append(f"  .. and {len(rejects) - 20} more (see .rejects)")
+        return "\n".join(lines)
+
+    def __iter__(self) -> Iterator[GraphRecord]:
+        return iter(self.graphs)
+
+
+# torch's wrapper of a compiled callable -> its report.  The wrapper compares equal to others and does not hash, so
+# entries are found by identity; each dies with its wrapper.
+_reports: list[tuple[weakref.ref[Any], Report]] = []
+_last: Report | None = None
+
+
+def current() -> Report:
+    """The report of the callable that is being compiled now (a new one for a new callable)."""
+    global _last
+    owner = _compat.calling_wrapper()
+    _reports[:] = [(ref, r) for ref, r in _reports if ref() is not None]
+    found = next((r for ref, r in _reports if ref() is owner), None) if owner is not None else None
+    if found is None:
+        found = Report()
+        if owner is not None:
+            _reports.append((weakref.ref(owner), found))
+    _last = found
+    return found
+
+
+def report(compiled: Any) -> Report:
+    """The Report over all graphs of what `torch.compile` (or `module.compile`) returned.
+
+    Raises GraphoptError if it was not compiled by graphopt or has not run yet.
+    """
+    owner = _compat.wrapper_of(compiled)
+    if owner is None:
+        raise GraphoptError(
+            f"{describe(compiled)} was not made by torch.compile",
+            remedy="pass what torch.compile(..., backend='graphopt') returned, or the module compiled in place",
+        )
+    for ref, found in reversed(_reports):
+        if ref() is owner:
+            return found
+    # torch shares compiled code between callables with equal settings, and then calls the backend for the first only
+    for ref, found in reversed(_reports):
+        if ref() == owner:
+            return found
+    raise GraphoptError(
+        f"torch never called graphopt for {describe(compiled)}",
+        remedy="run it once first; `graphopt.check` names the reason if it did run",
+    )
+
+
+def last_report() -> Report:
+    """The report of the callable that was compiled last."""
+    if _last is None:
+        raise GraphoptError("nothing has been compiled by graphopt in this process", remedy="run the model once first")
+    return _last
+
+
+def describe(compiled: Any) -> str:
+    """What a compiled callable is, and where its code stands."""
+    inner = getattr(compiled, "_orig_mod", compiled)
+    inner = getattr(inner, "_torchdynamo_orig_callable", inner)
+    code = getattr(getattr(inner, "forward", inner), "__code__", None)
+    name = type(inner).__name__ if code is None or hasattr(inner, "forward") else code.co_qualname
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -1,0 +1,148 @@
+"""What a rewrite must know about a graph beyond the pattern: order, regions, in-place writes, what depends on what.
+
+Computed once per graph, in one pass over its nodes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from graphopt.passes import ops_view
+
+_INPLACE_FUNCTIONS = {
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul", "setitem",
+    "ilshift", "irshift", "delitem",
+}
+_CLOSES = {"_exit_autocast": "_enter_autocast"}
+
+
+@dataclass
+class Write:
+    """One in-place write: its place in the order and the storages it may change (None: any)."""
+
+    index: int
+    node: Node
+    storages: frozenset[int] | None
+
+
+@dataclass
+class Facts:
+    """Order, regions, writes and dependence of one graph."""
+
+    graph: fx.Graph
+    index: dict[Node, int] = field(default_factory=dict)
+    region: dict[Node, tuple[Any, ...]] = field(default_factory=dict)
+    static: dict[Node, bool] = field(default_factory=dict)
+    writes: list[Write] = field(default_factory=list)
+
+    def depends(self, node: object, on: Node) -> bool:
+        """Is `on` an ancestor of (or the same as) `node`?  Looks no further back than `on` stands in the order."""
+        if not isinstance(node, Node):
+            return False
+        if node is on:
+            return True
+        first, seen, todo = self.index[on], {node}, [node]
+        while todo:
+            for up in todo.pop().all_input_nodes:
+                if up is on:
+                    return True
+                if self.index[up] > first and up not in seen:
+                    seen.add(up)
+                    todo.append(up)
+        return False
+
+    def write_between(self, first: int, last: int, inputs: list[Node]) -> Node | None:
+        """The first in-place write in [first, last] that may change one of the tensors, or None."""
+        start = bisect_left(self.writes, first, key=lambda w: w.index)
+        storages: set[int] | None = None
+        for write in self.writes[start:]:
+            if write.index > last:
+                break
+            if storages is None:
+                storages = set().union(*(storages_of(n) for n in inputs))
+            if write.storages is None or write.storages & storages:
+                return write.node
+        return None
+
+
+def storages_of(node: object) -> frozenset[int]:
+    """Identities of the storages behind a node's tensors; fake tensors share them exactly as real ones do."""
+    if not isinstance(node, Node):
+        return frozenset()
+    v = node.meta.get("example_value", node.meta.get("val"))
+    tensors = v if isinstance(v, (tuple, list)) else (v,)
+    return frozenset(t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor) and _has_storage(t))
+
+
+def _has_storage(t: torch.Tensor) -> bool:
+    return t.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def written(node: Node, gm: fx.GraphModule) -> list[object] | None:
+    """The operands a node writes in place; [] when it writes none."""
+    if node.op == "call_method":
+        name = str(node.target)
+        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+            return [node.args[0]]
+    elif node.op == "call_function":
+        target: Any = node.target
+        name = getattr(target, "__name__", "")
+        if isinstance(target, torch._ops.OpOverload):
+            if not target._schema.is_mutable:
+                return []
+            return [a for a, s in zip(node.args, target._schema.arguments) if s.alias_info and s.alias_info.is_write] + [
+                node.kwargs[s.name] for s in target._schema.arguments
+                if s.name in node.kwargs and s.alias_info and s.alias_info.is_write
+            ]
+        if name in _INPLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__")):
+            return [node.args[0]]
+        if node.kwargs.get("out") is not None:
+            return [node.kwargs["out"]]
+        if node.kwargs.get("inplace") is True:
+            return [node.args[0] if node.args else node.kwargs.get("input")]
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            bodies = [getattr(gm, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"]
+            if any(isinstance(b, fx.GraphModule) and any(written(n, b) for n in b.graph.nodes) for b in bodies):
+                return list(node.all_input_nodes)
+    return []
+
+
+def gather(gm: fx.GraphModule) -> Facts:
+    """All facts of one graph (not of the graphs nested in it)."""
+    facts = Facts(gm.graph)
+    open_regions: list[tuple[str, str]] = []
+    grad_mode: str = "outer"
+    for i, node in enumerate(gm.graph.nodes):
+        facts.index[node] = i
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name.startswith("_enter_"):
+            open_regions.append((name, node.name))
+        facts.region[node] = (*open_regions, grad_mode)
+        if name in _CLOSES or name.startswith("_exit_"):
+            if open_regions:
+                open_regions.pop()
+        elif name == "_set_grad_enabled" or "inference_mode" in name:
+            grad_mode = f"{name}{node.args}"
+        if node.op == "placeholder":
+            v = node.meta.get("example_value")
+            facts.static[node] = isinstance(v, torch.nn.Parameter) or _is_state(node)
+        elif node.op == "get_attr":
+            facts.static[node] = True
+        else:
+            inputs = node.all_input_nodes
+            facts.static[node] = bool(inputs) and all(facts.static[n] for n in inputs)
+        targets = written(node, gm)
+        if targets:
+            storages = frozenset().union(*(storages_of(t) for t in targets))
+            facts.writes.append(Write(i, node, storages or None))
+    return facts
+
+
+def _is_state(node: Node) -> bool:
+    return "_parameters_" in node.name or "_buffers_" in node.name

@@ -1,0 +1,79 @@
+"""What a pass did, as plain data: sites, rejects, kernels, and the record of one pass over one graph.
+
+A *site* is one modulate or one gate.  It is *rewritten*, or *declined* (faster left to Inductor, with both predicted
+times).  A place that looked like a site and is not one is a *reject* with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["modulate", "gate"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time of one site in one training step (or one forward), in microseconds."""
+
+    graphopt_us: float
+    inductor_us: float
+
+
+@dataclass(frozen=True)
+class Site:
+    """One modulate or one gate.
+
+    `fqn` is the owning module, `node` the last node of the chain in the graph as captured, `where` the user's source
+    line, `shape` the activation's (sizes that are symbolic as text), `reason` why it was declined.
+    """
+
+    kind: Kind
+    rule: str
+    fqn: str
+    node: str
+    where: str | None
+    shape: tuple[int | str, ...]
+    dtype: str
+    status: Literal["rewritten", "declined"]
+    reason: str | None = None
+    predicted: Prediction | None = None
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A place that looked like a site of `rule` and was left alone, with the reason."""
+
+    rule: str
+    fqn: str
+    node: str
+    reason: str
+    where: str | None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator call in the rewritten graph and the sites it covers; one entry per direction."""
+
+    operator: str
+    rule: str
+    direction: Literal["forward", "backward"]
+    sites: tuple[Site, ...]
+
+
+@dataclass
+class PassRecord:
+    """What one pass did to one graph (graphs nested in it included)."""
+
+    name: str
+    nodes_before: int
+    nodes_after: int = 0
+    milliseconds: float = 0.0
+    sites: list[Site] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
