@@ -1,0 +1,72 @@
+"""Result files: one JSON per benchmark and machine; a newer run replaces the rows it measured and keeps the rest."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent
+
+
+def machine() -> str:
+    """A short name for this machine: the GPU's, or the number of CPUs."""
+    if not torch.cuda.is_available():
+        return f"cpu{os.cpu_count()}"
+    return torch.cuda.get_device_name().split()[-1].lower()
+
+
+def commit() -> str:
+    """The commit measured (GRAPHOPT_COMMIT where there is no git)."""
+    if os.environ.get("GRAPHOPT_COMMIT"):
+        return os.environ["GRAPHOPT_COMMIT"]
+    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def triton_version() -> str | None:
+    """Triton's version, None where it is not installed."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def save(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilings: dict[str, float],
+         folder: Path | None = None) -> Path:
+    """Merge rows into results/<machine>/<name>.json.  `keys` identify a row."""
+    folder = folder or ROOT / "results" / machine()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    old = json.loads(path.read_text()) if path.exists() else {"rows": [], "ceilings": {}}
+    now = commit()
+    rows = [{**r, "commit": now} for r in rows]
+    identity = lambda r: json.dumps([r.get(k) for k in keys])
+    fresh = {identity(r) for r in rows}
+    result = {
+        "name": name, "machine": machine(), "commit": now, "torch": torch.__version__, "triton": triton_version(),
+        "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(), "ceilings": {**old["ceilings"], **ceilings},
+        "rows": [r for r in old["rows"] if identity(r) not in fresh] + rows,
+    }
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(part, path)
+    return path
+
+
+def copy_tb_per_s() -> float:
+    """Device-to-device copy of 2.1 GB, bytes read plus bytes written."""
+    from triton.testing import do_bench
+
+    a = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    b = torch.empty_like(a)
+    ms = do_bench(lambda: b.copy_(a), warmup=20, rep=200, return_mode="median")
+    return 2 * a.nbytes / ms / 1e9

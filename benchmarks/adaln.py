@@ -1,0 +1,166 @@
+"""The fused AdaLN operators against Inductor (mix-order off) and eager, forward and backward, as whole compiled functions.
+
+    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--fusions F1,F2,F2a,F3] [--fit] [--out FOLDER]
+
+Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
+copy bandwidth) over graphopt's time.  --fit writes the coefficients of the cost model that decides which sites are left
+to Inductor (schedule/data/site_cost.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from _results import copy_tb_per_s, machine, save
+from triton.testing import do_bench
+
+from graphopt.codegen.form import FUSIONS
+from graphopt.schedule.site_cost import UNITS
+
+SHAPES = ("1x32760x1536,1x75600x5120,2x16384x3072,8x4096x1152,1x4096x3072,2x1024x3072,2x512x3072,2x77x3072,"
+          "4x256x1152,1x512x1536")
+SMALL = 300e6  # bytes of one tensor: eager is timed below this only
+
+
+def f1(x, scale, shift):
+    return (F.layer_norm(x.float(), (x.shape[-1],), None, None, 1e-6) * (1 + scale) + shift).type_as(x)
+
+
+def f2(x, branch, gate, scale, shift):
+    h = (x.float() + branch * gate).type_as(x)
+    return h, (F.layer_norm(h.float(), (h.shape[-1],), None, None, 1e-6) * (1 + scale) + shift).type_as(x)
+
+
+def f2a(x, branch, gate, weight, bias):
+    h = (x.float() + branch * gate).type_as(x)
+    return h, F.layer_norm(h.float(), (h.shape[-1],), weight, bias, 1e-6).type_as(x)
+
+
+def f3(x, branch, gate):
+    return (x.float() + branch * gate).type_as(x)
+
+
+FUNCTIONS = {"F1": f1, "F2": f2, "F2a": f2a, "F3": f3}
+NAMES = {f.code: f.name for f in FUSIONS.values()}
+
+
+def operands(code: str, B: int, N: int, D: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    new = lambda *shape: torch.randn(*shape, device="cuda")
+    x, branch = (new(B, N, D).to(dtype) for _ in range(2))
+    g, s, t = (0.3 * new(B, 3, D)).chunk(3, 1)
+    w, b = 1 + 0.1 * new(D), 0.1 * new(D)
+    by = {"F1": [x, s, t], "F2": [x, branch, g, s, t], "F2a": [x, branch, g, w, b], "F3": [x, branch, g]}
+    return [v.detach().requires_grad_() for v in by[code]]
+
+
+def replayed(f) -> float:
+    """Median microseconds of one call, replayed from a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        f()
+        f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        keep = f()
+    us = 1e3 * do_bench(graph.replay, warmup=10, rep=60, return_mode="median")
+    del keep
+    return us
+
+
+def timed(code: str, system: str, args: list[torch.Tensor]) -> tuple[float, float]:
+    """(forward, backward) microseconds."""
+    torch._dynamo.reset()
+    f = FUNCTIONS[code]
+    if system == "graphopt":
+        f = torch.compile(f, backend="graphopt", dynamic=False, options={"graphopt.select": "all"})
+    elif system == "inductor":
+        f = torch.compile(f, dynamic=False, options={"triton.mix_order_reduction": False})
+    out = f(*args)
+    if system == "graphopt":
+        import graphopt
+
+        found = graphopt.report(f)
+        wanted = {"F1": ("modulate",), "F2": ("modulate", "gate"), "F2a": ("gate",), "F3": ("gate",)}[code]
+        graphopt.check(f, {k: 1 for k in wanted}, what="rewritten")
+        assert len({k.operator for k in found.kernels}) == 1 and found.kernels[0].operator == NAMES[code], found
+    cotangents = [torch.randn_like(o) for o in _flat(out)]
+
+    def backward():
+        return torch.autograd.grad(_flat(out), args, cotangents, retain_graph=True)
+
+    forward_us = replayed(lambda: f(*args))
+    return forward_us, replayed(backward)
+
+
+def _flat(out):
+    return list(out) if isinstance(out, tuple) else [out]
+
+
+def fit(rows: list[dict]) -> dict:
+    """launch_us and tb_per_s of each system, fusion and direction by non-negative least squares on relative errors."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    result: dict = {}
+    for system in ("graphopt", "inductor"):
+        result[system] = {}
+        for code, name in NAMES.items():
+            for direction in ("forward", "backward"):
+                picked = [r for r in rows if r["kernel"] == code and r["direction"] == direction and r["us"].get(system)]
+                if len(picked) < 3:
+                    continue
+                units = UNITS[name][0 if direction == "forward" else 1]
+                size = np.array([units * np.prod(r["shape"]) * 2 / 1e6 for r in picked])  # MB
+                us = np.array([r["us"][system] for r in picked])
+                (launch, per_mb), _ = nnls(np.stack([1 / us, size / us], 1), np.ones(len(us)))
+                result[system][f"{name}/{direction}"] = {"launch_us": launch, "tb_per_s": 1 / per_mb}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--fusions", default="F1,F2,F2a,F3")
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch._functorch.config.donated_buffer = False
+    bandwidth = copy_tb_per_s()
+    rows = []
+    for shape in args.shapes.split(","):
+        B, N, D = map(int, shape.split("x"))
+        for code in args.fusions.split(","):
+            torch.manual_seed(0)
+            tensors = operands(code, B, N, D, torch.bfloat16)
+            systems = ["graphopt", "inductor"] + (["eager"] if tensors[0].nbytes < SMALL else [])
+            us = {}
+            for system in systems:
+                try:
+                    us[system] = timed(code, system, tensors)
+                except Exception as error:
+                    print(f"{shape} {code} {system}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            for i, direction in enumerate(("forward", "backward")):
+                floor = UNITS[NAMES[code]][i] * tensors[0].nbytes / bandwidth / 1e6
+                row = dict(kernel=code, direction=direction, shape=[B, N, D], dtype="bfloat16", form="wan",
+                           us={s: t[i] for s, t in us.items()})
+                if "graphopt" in us:
+                    row["roofline"] = floor / us["graphopt"][i]
+                rows.append(row)
+                print(row, flush=True)
+            save("adaln", rows, ("kernel", "direction", "shape", "dtype", "form"), {"copy_tb_per_s": bandwidth}, args.out)
+            del tensors
+            torch.cuda.empty_cache()
+    if args.fit:
+        text = json.dumps({"machine": machine(), "source": "benchmarks/adaln.py --fit", "coefficients": fit(rows)}, indent=1)
+        (args.out / "site_cost.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
