@@ -18,8 +18,8 @@ from _results import copy_tb_per_s, save
 from triton.testing import do_bench
 
 SYSTEMS = ("eager", "inductor", "inductor_no_mix_order", "graphopt")
-CONFIG = dict(num_attention_heads=12, attention_head_dim=128, in_channels=16, out_channels=16, ffn_dim=8960, freq_dim=256,
-              text_dim=4096, rope_max_seq_len=1024)
+CONFIG = dict(num_attention_heads=12, attention_head_dim=128, in_channels=16, out_channels=16, ffn_dim=8960,
+              freq_dim=256, text_dim=4096, rope_max_seq_len=1024)
 
 
 def build(layers: int) -> torch.nn.Module:

@@ -161,7 +161,7 @@ class _Emitter:
         if normed:
             self.norm_backward()
         for i in self.blocks:
-            terms = (["through%d" % i] if normed else []) + ([f"dh{i}"] if s.has("dh") else [])
+            terms = ([f"through{i}"] if normed else []) + ([f"dh{i}"] if s.has("dh") else [])
             out(f"total{i} = {' + '.join(terms)}")
             if s.has("dx"):
                 self.store_row("dx", i, f"total{i}")

@@ -91,7 +91,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     h, _, mean, rstd = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
-    # h is saved where there is a gate (it lives on anyway), x itself where there is none: 2 or 4 bytes an element in bf16
+    # h is saved where there is a gate (it lives on anyway), x itself where there is none
     normed = x if branch is None else (h if norm != "none" else x.new_empty(0))
     ctx.save_for_backward(normed, branch, gate, scale, shift, weight, bias, mean, rstd)
     ctx.norm, ctx.offset, ctx.x_dtype = norm, offset, x.dtype

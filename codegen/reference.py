@@ -1,6 +1,6 @@
 """The chain in plain torch: the CPU implementation of every operator, and the oracle of every kernel.
 
-Tensor names carry shapes: B batch, S tokens, D channels; `mod` is anything that broadcasts to [B, S, D] with last size D.
+Shapes: B batch, S tokens, D channels; a factor is anything that broadcasts to [B, S, D] with last size D.
 
 Numerics: everything is computed in fp32 (fp64 when an input is fp64), the variance from centred values, so rows with a
 large mean stay right.  h is rounded to its dtype before it is normed, as in the model; y is rounded once at the end.
@@ -56,6 +56,8 @@ def forward(
         return h_out, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     hf = h.to(high)
     mean = hf.mean(-1, keepdim=True)
+    rest = (hf - mean).mean(-1, keepdim=True)  # what summing large values in one go lost
+    mean = mean + rest
     centred = hf - mean
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     n = centred * rstd
@@ -102,7 +104,7 @@ def backward(
     Sums run over the dimensions the factor was broadcast over, in fp32, and are rounded once.
     """
     high = compute_dtype(h, branch, gate, scale, weight, dy, dh)
-    total = None if dh is None else dh.to(high)
+    total: Tensor | None = None if dh is None else dh.to(high)
     dscale = dshift = dweight = dbias = None
     if norm != "none" and dy is not None:
         mean_col = mean.reshape(*h.shape[:-1], 1).to(high)
@@ -129,7 +131,7 @@ def backward(
         dscale, dshift, dweight, dbias = (
             None if t is None else torch.zeros_like(t) for t in (scale, shift, weight, bias)
         )
-    if total is None:
+    if total is None:  # neither cotangent arrived
         total = torch.zeros(h.shape, dtype=high, device=h.device)
     dx = dbranch = dgate = None
     if branch is not None and gate is not None:
@@ -137,7 +139,8 @@ def backward(
         dgate = _sum_to(total * branch.to(high), gate)
     if norm != "none":  # without a norm the residual's gradient is dh itself
         dx = total.to(x_dtype)
-        dx = dx.clone() if dx is dh else dx
+        if dx is dh:
+            dx = dx.clone()
     dx, dbranch, dgate, dscale, dshift, dweight, dbias = (
         h.new_empty(0) if g is None else g for g in (dx, dbranch, dgate, dscale, dshift, dweight, dbias)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -95,6 +96,23 @@ def calling_wrapper() -> Any | None:
     return None
 
 
+def compiling_code() -> CodeType | None:
+    """The code object of the frame that is being compiled now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and isinstance(frame.f_locals.get("code"), CodeType):
+            return frame.f_locals["code"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def code_of(compiled: Any) -> CodeType | None:
+    """The code object of what was compiled: a function's, a method's, or a module's forward."""
+    inner = getattr(compiled, "_orig_mod", compiled)
+    inner = getattr(inner, "_torchdynamo_orig_callable", inner)
+    return getattr(getattr(inner, "forward", inner), "__code__", None)
+
+
 def wrapper_of(compiled: Any) -> Any | None:
     """The same object, found from what `torch.compile` returned (or from a module compiled in place)."""
     seen: set[int] = set()
@@ -128,6 +146,21 @@ def current_compile_id() -> str:
 
     current = CompileContext.current_compile_id()
     return "?" if current is None else str(current)
+
+
+def current_attempt() -> int:
+    """How often torch has restarted the frame being compiled; a restart makes the graphs handed over before void."""
+    from torch._guards import CompileContext
+
+    trace_id = CompileContext.current_trace_id()
+    return 0 if trace_id is None else int(trace_id.attempt)
+
+
+def has_compiled_code(code: CodeType) -> bool:
+    """Does torch hold compiled code for this code object?"""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(code)) > 0
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

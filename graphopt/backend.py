@@ -35,9 +35,9 @@ def graphopt(
     mode, options: as torch.compile hands them over (see config.py).
     """
     config, inductor_options = parse(mode, options)
-    record = reporting.GraphRecord(_compat.current_compile_id(), [])
+    record = reporting.GraphRecord(_compat.current_compile_id(), [], _compat.current_attempt())
     of_callable = reporting.current()
-    of_callable.graphs.append(record)
+    of_callable.add(record)
     rewritten = rewrite(gm, config, record)
     compiled = hand_over(rewritten, example_inputs, config, inductor_options)
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
@@ -66,7 +66,8 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
         if config.on_error == "raise":
             if isinstance(error, GraphoptError):
                 raise
-            raise RewriteError(f"a pass failed: {type(error).__name__}: {error}", where=f"graph {record.compile_id}") from error
+            what = f"a pass failed: {type(error).__name__}: {error}"
+            raise RewriteError(what, where=f"graph {record.compile_id}") from error
         warn(f"graph {record.compile_id} is left as it was: {type(error).__name__}: {error}")
         size = len(gm.graph.nodes)
         record.passes[:] = [PassRecord("adaln", size, size)]

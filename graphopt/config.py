@@ -53,8 +53,8 @@ _defaults = Config()
 def configure(**settings: Any) -> Config:
     """Set process-wide defaults, for callables compiled from now on.
 
-    Example: `graphopt.configure(numerics="fp32", select="all")`.  Returns the new defaults; ConfigError names an unknown
-    setting and its nearest known one, and nothing is changed then.
+    Example: `graphopt.configure(numerics="fp32", select="all")`.  Returns the new defaults.  ConfigError names an
+    unknown setting and its nearest known one; nothing is changed then.
     """
     global _defaults
     _defaults = _apply(_defaults, settings, prefix="")
@@ -93,7 +93,7 @@ def _from_environment(config: Config) -> Config:
         config = replace(config, disable=config.disable + disabled)
     strict = os.environ.get("GRAPHOPT_STRICT", "")
     if strict not in ("", "0", "1"):
-        raise ConfigError(f"GRAPHOPT_STRICT is {strict!r}", remedy="use 1 to raise on errors, 0 or nothing to fall back")
+        raise ConfigError(f"GRAPHOPT_STRICT is {strict!r}", remedy="use 1 to raise on errors, 0 to fall back")
     return replace(config, on_error="raise") if strict == "1" else config
 
 
@@ -101,7 +101,8 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
     known = [f.name for f in fields(Config)]
     for key, value in settings.items():
         if key not in known:
-            raise ConfigError(f"unknown option {prefix + key!r}", remedy=_nearest(prefix + key, [prefix + k for k in known]))
+            remedy = _nearest(prefix + key, [prefix + k for k in known])
+            raise ConfigError(f"unknown option {prefix + key!r}", remedy=remedy)
         if key in CHOICES and value not in CHOICES[key]:
             raise ConfigError(
                 f"option {prefix + key!r} is {value!r}", remedy=f"use one of {', '.join(map(repr, CHOICES[key]))}"
@@ -123,7 +124,8 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
 def _check_rules(option: str, names: tuple[str, ...]) -> None:
     for name in names:
         if name not in catalogue.names():
-            raise ConfigError(f"{option} names an unknown rule {name!r}", remedy=_nearest(name, sorted(catalogue.names())))
+            remedy = _nearest(name, sorted(catalogue.names()))
+            raise ConfigError(f"{option} names an unknown rule {name!r}", remedy=remedy)
 
 
 def _check_inductor_keys(rest: Mapping[str, Any], config: Config) -> None:

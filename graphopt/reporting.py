@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from types import CodeType
 from typing import Any
 
 from graphopt import _compat
@@ -21,10 +22,15 @@ VERSION = 1
 
 @dataclass
 class GraphRecord:
-    """One graph the backend was handed: its compile id (frame/recompilation), what the passes did, how often it ran."""
+    """One graph the backend was handed.
+
+    compile_id: torch's name of it (frame/recompilation); attempt: restarts of its frame before it.
+    passes: what each pass did.  calls: how often it ran.
+    """
 
     compile_id: str
     passes: list[PassRecord]
+    attempt: int = 0
     calls: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -39,6 +45,12 @@ class Report:
     """Everything graphopt did to one compiled callable."""
 
     graphs: list[GraphRecord] = field(default_factory=list)
+    codes: set[CodeType] = field(default_factory=set, repr=False)
+
+    def add(self, record: GraphRecord) -> None:
+        """Add a graph; those of an earlier attempt at the same frame never ran and are dropped."""
+        void = lambda g: g.compile_id == record.compile_id and g.attempt < record.attempt
+        self.graphs = [g for g in self.graphs if not void(g)] + [record]
 
     @property
     def sites(self) -> list[Site]:
@@ -135,6 +147,9 @@ def current() -> Report:
         found = Report()
         if owner is not None:
             _reports.append((weakref.ref(owner), found))
+    code = _compat.compiling_code()
+    if code is not None:
+        found.codes.add(code)
     _last = found
     return found
 
@@ -154,8 +169,9 @@ def report(compiled: Any) -> Report:
         if ref() is owner:
             return found
     # torch shares compiled code between callables with equal settings, and then calls the backend for the first only
+    code = _compat.code_of(compiled)
     for ref, found in reversed(_reports):
-        if ref() == owner:
+        if ref() == owner and code in found.codes and _compat.has_compiled_code(code):
             return found
     raise GraphoptError(
         f"torch never called graphopt for {describe(compiled)}",
@@ -174,6 +190,6 @@ def describe(compiled: Any) -> str:
     """What a compiled callable is, and where its code stands."""
     inner = getattr(compiled, "_orig_mod", compiled)
     inner = getattr(inner, "_torchdynamo_orig_callable", inner)
-    code = getattr(getattr(inner, "forward", inner), "__code__", None)
+    code = _compat.code_of(compiled)
     name = type(inner).__name__ if code is None or hasattr(inner, "forward") else code.co_qualname
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -56,7 +56,7 @@ class AdaLN:
         reason, prediction = None, None
         if device == "reference":
             if context.select == "profitable":
-                reason = "off a GPU the fused operator is plain torch: Inductor is faster (graphopt.select='all' forces it)"
+                reason = "off a GPU the fused operator is plain torch, and Inductor is faster (select='all' forces it)"
         else:
             reason = self.unbuilt(match, device, context, record)
             if reason is None:
@@ -91,9 +91,8 @@ class AdaLN:
 
 
 def _fake(match: Match, name: str, node: Node) -> torch.Tensor | None:
-    if name == "scale" and match.attempt.views.get("views"):
-        return ops_view.value(match.attempt.views["views"][0])
-    return ops_view.value(node)
+    views = match.attempt.views.get(name)
+    return ops_view.value(views[0] if views else node)
 
 
 def target_of(match: Match, context: PassContext) -> str:

@@ -32,7 +32,7 @@ def norm_of(x: Pattern) -> Op:
 def modulated(norm: Op) -> Pattern:
     """norm * gain + shift, where the gain is `1 + scale` (possibly viewed after the addition) or a plain scale."""
     one_plus = Op("add", Var("scale").cast(), ONE, bind="gain", side=True)
-    gain = one_plus.views().cast() | Var("scale").cast()
+    gain = one_plus.views("scale").cast() | Var("scale").cast()
     product = Op("mul", norm.cast(), gain, bind="product")
     return Op("add", product.cast(), Var("shift").cast(), bind="shifted")
 
@@ -61,7 +61,7 @@ def is_factor(match: Match, factor: Node, full: Node) -> bool:
 
 def factor_shape(match: Match, name: str) -> torch.Tensor | None:
     """The value of a factor as it meets the chain: after the views found between `1 + scale` and the product."""
-    views = match.attempt.views.get("views", []) if name == "scale" else []
+    views = match.attempt.views.get(name, [])
     return ops_view.value(views[0] if views else match[name])
 
 
@@ -106,7 +106,7 @@ def origin(node: Node) -> Node:
 
 
 def is_gated(match: Match) -> bool:
-    """Is it residual + gate * branch: full-size residual and branch, the branch computed from the residual, the gate not?
+    """Is it residual + gate * branch: both full-size, the branch computed from the residual, the gate not?
 
     After a graph break residual, gate and branch are graph inputs; then only a broadcast gate can be told apart.
     """

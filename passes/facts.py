@@ -13,8 +13,6 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from graphopt.passes import ops_view
-
 _INPLACE_FUNCTIONS = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul", "setitem",
     "ilshift", "irshift", "delitem",
@@ -96,9 +94,10 @@ def written(node: Node, gm: fx.GraphModule) -> list[object] | None:
         if isinstance(target, torch._ops.OpOverload):
             if not target._schema.is_mutable:
                 return []
-            return [a for a, s in zip(node.args, target._schema.arguments) if s.alias_info and s.alias_info.is_write] + [
-                node.kwargs[s.name] for s in target._schema.arguments
-                if s.name in node.kwargs and s.alias_info and s.alias_info.is_write
+            given = dict(zip((s.name for s in target._schema.arguments), node.args)) | node.kwargs
+            return [
+                given[s.name] for s in target._schema.arguments
+                if s.name in given and s.alias_info and s.alias_info.is_write
             ]
         if name in _INPLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__")):
             return [node.args[0]]

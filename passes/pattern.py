@@ -2,7 +2,7 @@
 
     x, scale, shift = Var("x"), Var("scale"), Var("shift")
     norm = Op("layer_norm", x.cast(), bind="norm")
-    ADALN = norm.cast() * (1 + scale.cast()).views() + shift.cast()
+    ADALN = norm.cast() * (1 + scale.cast()).views("scale") + shift.cast()
 
 `+` and `*` commute locally.  `.cast()` looks through any number of dtype casts, `.views()` through views of a
 broadcast factor.  A matched node is either *core* (it computes something the rewrite replaces, so nothing outside may
@@ -67,9 +67,9 @@ class Pattern:
         """The same, behind any number of dtype casts."""
         return Casts(self)
 
-    def views(self) -> Pattern:
-        """The same, behind any number of views of a broadcast factor."""
-        return Views(self)
+    def views(self, of: str) -> Pattern:
+        """The same, behind any number of views of the broadcast factor named `of`."""
+        return Views(self, of)
 
     def __add__(self, other: Pattern | float) -> Pattern:
         return Op("add", self, lift(other))
@@ -202,9 +202,9 @@ class Casts(Pattern):
 
 
 class Views(Pattern):
-    """`inner` behind any number of views; the views are kept under the inner variable's name to be replayed."""
+    """`inner` behind any number of views, which are kept under the name of the variable they are replayed on."""
 
-    def __init__(self, inner: Pattern, name: str = "views") -> None:
+    def __init__(self, inner: Pattern, name: str) -> None:
         self.inner, self.name = inner, name
 
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:

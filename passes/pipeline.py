@@ -98,7 +98,8 @@ def copy(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy whose graphs can be changed while the original stays as it was; parameters are shared."""
     graph = fx.Graph()
     graph._codegen = gm.graph._codegen
-    result = graph.graph_copy(gm.graph, mapping := {}, return_output_node=True)
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, mapping, return_output_node=True)
     if isinstance(result, tuple):
         value, old = result
         new = graph.output(value)

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 class Replacement:
     """An operator call for a match.
 
-    `inputs` are its tensor operands by name (None for an absent one), `attributes` its other arguments, `results` maps a
-    node of the match to the position of the result that stands for it.  `fusion` names the operator.
+    `inputs` are its tensor operands by name (None for an absent one), `attributes` its other arguments, `results` maps
+    a node of the match to the position of the result that stands for it.  `fusion` names the operator.
     """
 
     fusion: str

@@ -1,0 +1,42 @@
+# Two commands set up everything they need: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test lint types dist-check nightly clean
+
+demo: $(STAMP)
+	$(BIN)/python -m graphopt demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q --durations=10 tests
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=5 tests/codegen
+
+# everything that is too long for CI; writes benchmarks/results/<machine>/nightly.json
+nightly: $(STAMP)
+	$(BIN)/python benchmarks/nightly.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+# on an installed copy: type checkers do not follow the package-dir mapping of an editable install
+types: $(STAMP)
+	rm -rf build/typed
+	$(BIN)/pip install -q --no-deps --no-build-isolation --target build/typed .
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p graphopt
+
+# wheel and sdist, installed in a clean environment; the top-level names they install
+dist-check: $(STAMP)
+	$(BIN)/python tests/dist_check.py
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich sympy networkx scipy pytest hypothesis ruff mypy build
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf build dist $(VENV) *.egg-info

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphopt import _compat, config
+from graphopt.errors import ConfigError, unwrap
+
+
+def test_defaults_and_inductor_options() -> None:
+    parsed, inductor = config.parse(None, {"max_autotune": True})
+    assert parsed == config.Config()
+    assert inductor == {"max_autotune": True, _compat.MIX_ORDER: False}
+
+
+def test_options_win_over_environment_over_configure(monkeypatch) -> None:
+    config.configure(select="all", on_error="fallback", rules=["norm_modulate"])
+    monkeypatch.setenv("GRAPHOPT_DISABLE", "gate_residual, gate_norm")
+    monkeypatch.setenv("GRAPHOPT_STRICT", "1")
+    parsed, _ = config.parse(None, {"graphopt.select": "profitable"})
+    assert parsed.select == "profitable"
+    assert parsed.on_error == "raise"
+    assert parsed.disable == ("gate_residual", "gate_norm")
+    assert parsed.rules == ("norm_modulate",)
+    assert config.parse(None, {"graphopt.on_error": "fallback"})[0].on_error == "fallback"
+
+
+@pytest.mark.parametrize(("options", "nearest"), [
+    ({"graphopt.ruls": []}, "graphopt.rules"),
+    ({"max_autotun": True}, "max_autotune"),
+    ({"rules": []}, "graphopt.rules"),
+    ({"graphopt.rules": ["norm_modulat"]}, "norm_modulate"),
+    ({"graphopt.mode": "max-autotun"}, "max-autotune"),
+])
+def test_unknown_names_the_nearest(options, nearest) -> None:
+    with pytest.raises(ConfigError, match=nearest.replace(".", r"\.")):
+        config.parse(None, options)
+
+
+@pytest.mark.parametrize("options", [
+    {"graphopt.select": "some"}, {"graphopt.rules": "norm_modulate"}, {"graphopt.compiler": "tvm"},
+    {"graphopt.numerics": "fp8"}, {"graphopt.on_error": 1},
+])
+def test_bad_values(options) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options)).replace(".", r"\.")):
+        config.parse(None, options)
+
+
+def test_inductor_keys_need_inductor() -> None:
+    with pytest.raises(ConfigError, match="max_autotune"):
+        config.parse(None, {"graphopt.compiler": "aot_eager", "max_autotune": True})
+
+
+@pytest.mark.parametrize("options", [{}, {"graphopt.mode": "max-autotune-no-cudagraphs"}])
+def test_mode(options) -> None:
+    _, inductor = config.parse(None if options else "max-autotune-no-cudagraphs", options)
+    assert inductor["max_autotune"] is True
+    assert inductor[_compat.MIX_ORDER] is False
+
+
+def test_the_user_may_switch_mix_order_on() -> None:
+    assert config.parse(None, {_compat.MIX_ORDER: True})[1][_compat.MIX_ORDER] is True
+
+
+def test_bad_environment(monkeypatch) -> None:
+    monkeypatch.setenv("GRAPHOPT_DISABLE", "gate_residul")
+    with pytest.raises(ConfigError, match="gate_residual"):
+        config.parse(None, {})
+    monkeypatch.setenv("GRAPHOPT_DISABLE", "")
+    monkeypatch.setenv("GRAPHOPT_STRICT", "yes")
+    with pytest.raises(ConfigError, match="GRAPHOPT_STRICT"):
+        config.parse(None, {})
+
+
+def test_a_failed_configure_changes_nothing() -> None:
+    with pytest.raises(ConfigError):
+        config.configure(select="all", numerics="fp8")
+    assert config.parse(None, {})[0] == config.Config()
+
+
+def test_it_reaches_the_user_through_torch() -> None:
+    f = torch.compile(lambda x: x + 1, backend="graphopt", options={"graphopt.rulez": []})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="graphopt.rules") as caught:
+        f(torch.ones(2))
+    assert isinstance(unwrap(caught.value), ConfigError)
+
+
+def test_mode_keyword_of_torch_compile() -> None:
+    f = torch.compile(lambda x: x + 1, backend="graphopt", mode="reduce-overhead")
+    assert torch.equal(f(torch.ones(2)), torch.full((2,), 2.0))
