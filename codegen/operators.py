@@ -88,9 +88,10 @@ def fake_backward(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, branch, gate, scale, shift, weight, bias, norm, _eps, offset = inputs[:10]
-    h, _, mean, rstd = output
+    h, y, mean, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
+    absent = ([h] if branch is None else []) + ([y] if norm == "none" else [])
+    ctx.mark_non_differentiable(mean, rstd, *absent)
     # h is saved where there is a gate (it lives on anyway), x itself where there is none
     normed = x if branch is None else (h if norm != "none" else x.new_empty(0))
     ctx.save_for_backward(normed, branch, gate, scale, shift, weight, bias, mean, rstd)

@@ -102,7 +102,7 @@ def compile_for(spec: KernelSpec, target: str) -> None:
     except Exception as error:  # whatever a compiler throws is the same to the user
         raise CodegenError(
             f"the kernel {spec.name}_{spec.direction} (D = {spec.D}) does not compile for {target}: "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
             where=f"{spec.name}_{spec.direction}, {config}",
             remedy="report it with the output of `TORCH_LOGS=+graphopt`; the site can stay with Inductor",
         ) from error

@@ -104,7 +104,7 @@ def cut(D: int, cap: int) -> tuple[int, ...]:
     width = cap // 2
     while left > 0:
         up = 1 << (left - 1).bit_length()  # next power of two
-        if up - left <= up // 4 or up <= 32 or len(blocks) >= 6:
+        if up - left <= D // 8 or up <= 32 or len(blocks) >= 6:
             blocks.append(up)
             break
         while width > left:

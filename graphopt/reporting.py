@@ -49,8 +49,9 @@ class Report:
 
     def add(self, record: GraphRecord) -> None:
         """Add a graph; those of an earlier attempt at the same frame never ran and are dropped."""
-        void = lambda g: g.compile_id == record.compile_id and g.attempt < record.attempt
-        self.graphs = [g for g in self.graphs if not void(g)] + [record]
+        self.graphs = [
+            g for g in self.graphs if g.compile_id != record.compile_id or g.attempt >= record.attempt
+        ] + [record]
 
     @property
     def sites(self) -> list[Site]:

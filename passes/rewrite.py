@@ -218,23 +218,25 @@ def _unread_side(match: Match, inside: set[Node]) -> set[Node]:
 
 
 def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match], Any]) -> None:
-    """Put the replacements in, from the end of the graph to its start, and take the replaced nodes out.
+    """Put the replacements in and take the replaced nodes out.
 
     Raises RewriteError when the graph would not be what it was: another dtype or shape, or a node still in use.
     """
-    for match in matches:  # already ordered from the end
-        _put(gm.graph, match, operator_of(match))
+    became: dict[Node, Node] = {}
+    for match in matches:
+        _put(gm.graph, match, operator_of(match), became)
     gm.graph.lint()
     gm.recompile()
 
 
-def _put(graph: fx.Graph, match: Match, operator: Any) -> None:
+def _put(graph: fx.Graph, match: Match, operator: Any, became: dict[Node, Node]) -> None:
+    """Put one replacement in.  `became` maps nodes already replaced to what stands for them now."""
     replacement, anchor = match.replacement, match.anchor
     if replacement is None or anchor is None:
         raise RewriteError("a match was not accepted", where=match.root.name)
     with graph.inserting_before(anchor):
         inputs = {
-            name: None if node is None else _replay(graph, node, match.attempt.views.get(name, []))
+            name: None if node is None else _replay(graph, became.get(node, node), match.attempt.views.get(name, []))
             for name, node in replacement.inputs.items()
         }
         kwargs = {**{k: v for k, v in inputs.items()}, **replacement.attributes}
@@ -246,6 +248,7 @@ def _put(graph: fx.Graph, match: Match, operator: Any) -> None:
     for old, new in parts.items():
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
+        became[old] = new
     order = match.facts.index.__getitem__
     for node in sorted(match.core, key=order, reverse=True):
         if node.users:

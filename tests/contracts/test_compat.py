@@ -1,0 +1,104 @@
+"""The private or moving APIs of torch that _compat.py uses, one contract each.  Run with every torch we support."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from graphopt import _compat
+
+
+def test_inductor_compile_takes_options_by_keyword() -> None:
+    import torch._inductor
+
+    assert list(inspect.signature(torch._inductor.compile).parameters)[:3] == ["gm", "example_inputs", "options"]
+
+
+def test_modes_and_options() -> None:
+    assert {"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"} <= set(_compat.inductor_mode_names())
+    assert _compat.inductor_mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
+    assert "max_autotune" in _compat.inductor_option_names()
+
+
+def test_mix_order_key_exists_where_it_is_wrong() -> None:
+    version = tuple(int(v) for v in torch.__version__.split("+")[0].split(".")[:2])
+    if version >= (2, 10):
+        assert _compat.mix_order_is_wrong()
+        assert torch._inductor.config.triton.mix_order_reduction in (True, False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_options_reach_the_backward(dynamic: bool, monkeypatch) -> None:
+    """The backward is lowered after the call returns: settings must travel with the graph, not in a config context."""
+    import torch._inductor.graph
+
+    seen = []
+    run = torch._inductor.graph.GraphLowering.run
+
+    def spy(self, *args, **kwargs):
+        seen.append((self.is_backward, torch._inductor.config.triton.mix_order_reduction))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch._inductor.graph.GraphLowering, "run", spy)
+
+    def f(x, s):
+        return torch.nn.functional.layer_norm(x, (8,)) * (1 + s)
+
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        step = torch.compile(f, backend="graphopt", dynamic=dynamic)
+        step(torch.randn(3, 8, requires_grad=True), torch.randn(1, 8, requires_grad=True)).sum().backward()
+    assert (True, False) in seen, seen
+    assert all(mix is False for _, mix in seen), seen
+    assert torch._inductor.config.triton.mix_order_reduction is True, "the process-wide setting was touched"
+
+
+def test_wrapper_is_found_from_both_sides() -> None:
+    seen = []
+
+    def backend(gm, inputs, **kwargs):
+        seen.append((_compat.calling_wrapper(), _compat.compiling_code(), _compat.current_compile_id(),
+                     _compat.current_attempt()))
+        return gm.forward
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    module, in_place = Doubled(), Doubled()
+    in_place.compile(backend=backend, options={"a": 1})
+    for f, code in ((torch.compile(module, backend=backend), Doubled.forward.__code__),
+                    (in_place, None), (torch.compile(lambda x: x + 1, backend=backend), None)):
+        f(torch.ones(1, 2))
+        owner, compiling, compile_id, attempt = seen[-1]
+        assert type(owner).__name__ == "_TorchCompileWrapper"
+        assert _compat.wrapper_of(f) is owner
+        assert "/" in compile_id
+        assert attempt == 0
+        if code is not None:
+            assert compiling is code
+            assert _compat.code_of(f) is code
+            assert _compat.has_compiled_code(code)
+    torch._dynamo.reset()
+    assert not _compat.has_compiled_code(Doubled.forward.__code__)
+
+
+def test_sizes() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.randn(3, 4), static_shapes=False)
+    assert _compat.size_hint(fake.shape[0]) == 3
+    assert _compat.size_hint(7) == 7
+    assert _compat.statically_true(fake.shape[0] == fake.shape[0])
+    assert not _compat.statically_true(fake.shape[0] == 3)
+    assert _compat.is_fake(fake)
+    with _compat.fake_mode_of([fake]):
+        assert _compat.is_fake(torch.zeros(2))
+
+
+def test_named_backend_and_skipped_frames() -> None:
+    assert callable(_compat.named_backend("aot_eager"))
+    assert isinstance(_compat.skipped_frames(), list)

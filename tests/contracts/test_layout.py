@@ -1,0 +1,83 @@
+"""How the source tree is laid out: packages, direction of dependencies, where private APIs may be used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"graphopt": "graphopt", "graphopt.passes": "passes", "graphopt.codegen": "codegen", "graphopt.schedule": "schedule"}
+# modules of graphopt/ that stand below all four: they import nothing of ours
+LEAVES = {"graphopt.errors", "graphopt._compat"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {node.module} | {f"{node.module}.{a.name}" for a in node.names}
+    return found
+
+
+def test_packages_match_the_tree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert project["package-dir"] == FOLDERS
+    listed = set(project["packages"])
+    for package, folder in FOLDERS.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            inner = ".".join((package, *file.parent.relative_to(ROOT / folder).parts))
+            assert inner in listed, f"{file} would be missing from the wheel"
+
+
+def test_dependencies_point_one_way() -> None:
+    forbidden = {"codegen": ("graphopt.passes", "graphopt.schedule"), "schedule": ("graphopt.passes", "graphopt.codegen"),
+                 "passes": ()}
+    for folder, never in forbidden.items():
+        for file in (ROOT / folder).glob("*.py"):
+            for name in imports(file):
+                assert not name.startswith(never or ("\0",)), f"{file.name} imports {name}"
+                if name.startswith("graphopt.") and not name.startswith(("graphopt.passes", "graphopt.codegen", "graphopt.schedule")):
+                    assert any(name == leaf or name.startswith(leaf + ".") for leaf in LEAVES), f"{file.name} imports {name}"
+
+
+def test_leaves_import_nothing_of_ours() -> None:
+    for name in ("errors", "_compat"):
+        assert not any(i.startswith("graphopt") for i in imports(ROOT / "graphopt" / f"{name}.py"))
+
+
+def test_private_torch_apis_live_in_compat() -> None:
+    for folder in FOLDERS.values():
+        for file in (ROOT / folder).glob("*.py"):
+            private = {i for i in imports(file) if i.startswith("torch.") and any(p.startswith("_") for p in i.split("."))}
+            private -= {"torch._dynamo"} if file.name == "demo.py" else set()
+            assert file.name == "_compat.py" or not private, f"{file}: {private}"
+
+
+def test_no_bare_modules_and_a_quick_import() -> None:
+    code = ("import sys, graphopt; import graphopt.backend; "
+            "assert not {'passes', 'codegen', 'schedule'} & set(sys.modules); "
+            "heavy = {'diffusers', 'scipy', 'matplotlib', 'pyarrow'} & set(sys.modules); "
+            "assert not heavy, heavy; print('fine')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "fine", done.stderr[-800:]
+
+
+def test_files_have_one_job() -> None:
+    for folder in FOLDERS.values():
+        for file in (ROOT / folder).glob("*.py"):
+            lines = file.read_text().count("\n")
+            assert lines <= 400, f"{file} has {lines} lines: split it"
+
+
+def test_public_names() -> None:
+    import graphopt
+
+    for name in graphopt.__all__:
+        assert getattr(graphopt, name).__doc__, name
+    assert set(graphopt.__all__) == set(graphopt._HOME)

@@ -1,0 +1,309 @@
+"""What a rewrite must refuse, and that what it does keeps values, order and metadata."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphopt.codegen.operators import operator
+from graphopt.errors import RewriteError
+from graphopt.passes import catalogue, rewrite
+
+D = 8
+
+
+def capture(f, *inputs, dynamic=None):
+    """The one Dynamo graph of f, in the grad mode of the caller."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(f, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
+    (gm,) = graphs
+    return gm
+
+
+def operands():
+    return torch.randn(2, 5, D), torch.randn(2, 1, D), torch.randn(2, 1, D)
+
+
+def rewritten(f, *inputs, dynamic=None):
+    """(the rewritten graph, what was found, what the rewritten graph returns)."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        found = rewrite.find(gm, catalogue.RULES)
+        rewrite.apply(gm, found.matches, lambda m: operator(m.replacement.fusion, "reference"))
+        seen.append((gm, found))
+        return gm.forward
+
+    torch._dynamo.reset()
+    out = torch.compile(f, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
+    gm, found = seen[-1]
+    return gm, found, out
+
+
+def names(found):
+    return [m.rule.name for m in found.matches]
+
+
+def adaln(x, s, b):
+    return F.layer_norm(x, (D,)) * (1 + s) + b
+
+
+def refused(f, *inputs):
+    """The reasons given; asserts that the graph was left alone."""
+    gm, found, _out = rewritten(f, *inputs)
+    assert found.matches == []
+    assert not any("graphopt" in str(n.target) for n in gm.graph.nodes)
+    return " / ".join(r.reason for r in found.rejects)
+
+
+def test_in_place_write_to_the_input_between() -> None:
+    def f(x, s, b):
+        x = x + 1
+        n = F.layer_norm(x, (D,))
+        x.square_()
+        return n * (1 + s) + b + x
+
+    assert "in-place write (square_)" in refused(f, *operands())
+
+
+def test_in_place_write_through_a_view() -> None:
+    def f(x, s, b):
+        x = x + 1
+        n = F.layer_norm(x, (D,))
+        x[:, 0] = 0
+        return n * (1 + s) + b
+
+    assert "in-place write (setitem)" in refused(f, *operands())
+
+
+def test_in_place_write_elsewhere_is_no_obstacle() -> None:
+    def f(x, s, b):
+        other = torch.zeros_like(x)
+        n = F.layer_norm(x, (D,))
+        other[:, 0] = 3
+        return n * (1 + s) + b + other
+
+    x = operands()
+    _gm, found, out = rewritten(f, *x)
+    assert names(found) == ["norm_modulate"]
+    torch.testing.assert_close(out, f(*x))
+
+
+def test_in_place_write_to_the_result_afterwards() -> None:
+    def f(x, s, b):
+        y = adaln(x, s, b)
+        y.mul_(2)
+        return y
+
+    x = operands()
+    _gm, found, out = rewritten(f, *x)
+    assert names(found) == ["norm_modulate"]
+    torch.testing.assert_close(out, f(*x))
+
+
+def test_escaping_intermediate() -> None:
+    def f(x, s, b):
+        n = F.layer_norm(x, (D,))
+        return n * (1 + s) + b, n.relu()
+
+    reasons = refused(f, *operands())
+    assert "its intermediate n is also read by relu" in reasons
+
+
+def test_shared_casts_and_scale_do_not_hinder() -> None:
+    def f(x, s, b):
+        wide, gain = x.double(), 1 + s.double()
+        return (F.layer_norm(wide, (D,)) * gain + b.double()).float(), wide.sum(), gain.sum()
+
+    x = operands()
+    _gm, found, out = rewritten(f, *x)
+    assert names(found) == ["norm_modulate"]
+    for a, b in zip(out, f(*x)):
+        torch.testing.assert_close(a, b)
+
+
+def test_autocast_border() -> None:
+    def f(x, s, b):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            n = F.layer_norm(x, (D,))
+        return n * (1 + s) + b
+
+    assert "crosses an autocast or grad-mode border" in refused(f, *operands())
+
+
+def test_inside_autocast() -> None:
+    def f(x, s, b):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return adaln(x, s, b) @ torch.eye(D)
+
+    x = operands()
+    _gm, found, out = rewritten(f, *x)
+    assert names(found) == ["norm_modulate"]
+    torch.testing.assert_close(out, f(*x))
+
+
+def test_grad_mode_border() -> None:
+    def f(x, s, b):
+        with torch.no_grad():
+            n = F.layer_norm(x, (D,))
+        return n * (1 + s) + b
+
+    x, s, b = operands()
+    assert "crosses an autocast or grad-mode border" in refused(f, x.requires_grad_(), s, b)
+
+
+def test_h_read_before_the_scale_exists() -> None:
+    """F2 would have to come before a reader of h and after the scale it needs: F1 and F3 are made instead."""
+
+    def f(x, g, s, b):
+        h = x + g * torch.tanh(x)
+        early = h.sum(1, keepdim=True)
+        s = s + early
+        return F.layer_norm(h, (D,)) * (1 + s) + b, h
+
+    x, s, b = operands()
+    gm, found, out = rewritten(f, x, torch.randn(2, 1, D), s, b)
+    # the scale comes from h, so it is no modulation of it: only the gate is left
+    assert names(found) == ["gate_residual"]
+
+    def g(x, g, s, b):
+        h = x + g * torch.tanh(x)
+        early = torch.cumsum(h, 1)
+        return F.layer_norm(h, (D,)) * (1 + torch.sin(s)) + b, early
+
+    args = (x, torch.randn(2, 1, D), s, b)
+    _gm, found, out = rewritten(g, *args)
+    assert names(found) == ["norm_modulate", "gate_residual"]
+    for a, want in zip(out, g(*args)):
+        torch.testing.assert_close(a, want)
+
+
+def test_several_norms_of_one_h() -> None:
+    def f(x, g, s, b):
+        h = x + g * torch.tanh(x)
+        return adaln(h, s, b), adaln(h, b, s), h
+
+    x, s, b = operands()
+    args = (x, torch.randn(2, 1, D), s, b)
+    _gm, found, out = rewritten(f, *args)
+    assert sorted(names(found)) == ["gate_norm_modulate", "norm_modulate"]
+    for a, want in zip(out, f(*args)):
+        torch.testing.assert_close(a, want)
+
+
+def test_look_alikes_are_left_alone() -> None:
+    w = torch.nn.Parameter(torch.ones(D))
+
+    def rotary(x, c, s):
+        n = F.layer_norm(x, (D,))
+        return n * c.cos() + torch.cat([-n[..., D // 2:], n[..., : D // 2]], -1) * c.sin()
+
+    def layer_scale(x, s, b):
+        return x + w * torch.tanh(F.layer_norm(x, (D,)))
+
+    def gated_unit(x, s, b):
+        return x + F.silu(x @ torch.eye(D)) * x
+
+    def gated_norm(x, s, b):
+        n = F.layer_norm(x, (D,))
+        return n * F.silu(n @ torch.eye(D)) + b
+
+    def scalar_gate(x, s, b):
+        return x + s[:, :, :1] * torch.tanh(x)
+
+    def alpha(x, s, b):
+        return torch.add(F.layer_norm(x, (D,)) * (1 + s), b, alpha=2)
+
+    def over_two_dimensions(x, s, b):
+        return F.layer_norm(x, (5, D)) * (1 + s) + b
+
+    def detached(x, s, b):
+        return F.layer_norm(x, (D,)).detach() * (1 + s) + b
+
+    for f in (rotary, layer_scale, gated_unit, gated_norm, scalar_gate, alpha, over_two_dimensions, detached):
+        _gm, found, _out = rewritten(f, *operands())
+        assert found.matches == [], f.__name__
+
+
+def test_full_size_addend_of_another_origin_is_no_shift() -> None:
+    def residual(x, s, r):
+        return F.layer_norm(x, (D,)) * (1 + s) + r
+
+    x, s, _ = operands()
+    gm, found, out = rewritten(residual, x, s, torch.randn(2, 5, D))
+    assert "norm_modulate" not in names(found)
+
+    def per_token(x, m):
+        s, b = m.chunk(2, -1)
+        return F.layer_norm(x, (D,)) * (1 + s) + b
+
+    args = (x, torch.randn(2, 5, 2 * D))
+    _gm, found, out = rewritten(per_token, *args)
+    assert names(found) == ["norm_modulate"]
+    torch.testing.assert_close(out, per_token(*args))
+
+
+def test_spellings() -> None:
+    forms = [
+        lambda x, s, b: b + (s + 1) * F.layer_norm(x, (D,)),
+        lambda x, s, b: torch.add(torch.mul(F.layer_norm(x, [D]), torch.add(s, 1)), b),
+        lambda x, s, b: F.layer_norm(x, (D,)).mul(s.add(1)).add(b),
+        lambda x, s, b: F.layer_norm(x, (D,)) * (1 + s[:, 0])[:, None] + b[:, 0].unsqueeze(1),
+        lambda x, s, b: F.layer_norm(x, (D,)) * (1 + s.squeeze(1)).view(2, 1, D) + b,
+        lambda x, s, b: F.layer_norm(x, (D,)) * s + b,
+        lambda x, s, b: F.layer_norm(x, (D,), torch.ones(D), torch.zeros(D)) * (1 + s) + b,
+        lambda x, s, b: (F.layer_norm(x.float(), (D,)).to(torch.float32) * (1 + s) + b).type_as(x),
+        lambda x, s, b: F.layer_norm(input=x, normalized_shape=(D,), eps=1e-3) * (1 + s) + b,
+    ]
+    for i, f in enumerate(forms):
+        for dynamic in (False, True):
+            x = operands()
+            if i in (4,) and dynamic:
+                continue  # the view names the batch size
+            _gm, found, out = rewritten(f, *x, dynamic=dynamic)
+            assert names(found) == ["norm_modulate"], (i, dynamic)
+            torch.testing.assert_close(out, f(*x), msg=str(i))
+
+
+def test_new_nodes_carry_metadata() -> None:
+    gm, _found, _out = rewritten(adaln, *operands())
+    (call,) = [n for n in gm.graph.nodes if "graphopt" in str(n.target)]
+    (part,) = call.users
+    assert "test_rewrite.py" in call.meta["stack_trace"]
+    assert part.meta["example_value"].shape == (2, 5, D)
+    assert all(n.meta.get("example_value") is not None for n in gm.graph.nodes if n.op == "call_function" and n is not call)
+
+
+def test_operands_of_another_kind_are_refused() -> None:
+    def f(x, s, b):
+        return F.layer_norm(x, (D,)) * (1 + s) + b
+
+    x, s, _ = operands()
+    assert "shift is int64" in refused(f, x, s, torch.ones(2, 1, D, dtype=torch.int64))
+
+
+def test_non_contiguous_results_are_refused() -> None:
+    """Eager keeps the strides of a gated sum; the operator writes contiguous tensors."""
+
+    def f(x, g):
+        y = x.transpose(0, 1)
+        return y + g * torch.tanh(y)
+
+    assert "not contiguous in eager mode" in refused(f, torch.randn(5, 2, D), torch.randn(2, 1, D))
+
+
+def test_an_inconsistent_match_is_an_error() -> None:
+    gm = capture(lambda x, s, b: (adaln(x, s, b), x.sum()), *operands())
+    (match,) = rewrite.find(gm, catalogue.RULES).matches
+    match.core = [n for n in match.core if n is not match["norm"]]
+    match.core.append(match["product"].args[0])
+    match.anchor = None
+    with pytest.raises(RewriteError, match="not accepted"):
+        rewrite.apply(gm, [match], lambda m: operator(m.replacement.fusion, "reference"))
