@@ -133,18 +133,24 @@ def backward(
         )
     if total is None:  # neither cotangent arrived
         total = torch.zeros(h.shape, dtype=high, device=h.device)
-    dx = dbranch = dgate = None
+    dx: Tensor | None = None
+    dbranch: Tensor | None = None
+    dgate: Tensor | None = None
     if branch is not None and gate is not None:
         dbranch = (total * gate.to(high)).to(branch.dtype)
         dgate = _sum_to(total * branch.to(high), gate)
     if norm != "none":  # without a norm the residual's gradient is dh itself
         dx = total.to(x_dtype)
         if dx is dh:
-            dx = dx.clone()
-    dx, dbranch, dgate, dscale, dshift, dweight, dbias = (
-        h.new_empty(0) if g is None else g for g in (dx, dbranch, dgate, dscale, dshift, dweight, dbias)
+            dx = total.clone()
+    return (
+        _or_empty(dx, h), _or_empty(dbranch, h), _or_empty(dgate, h), _or_empty(dscale, h), _or_empty(dshift, h),
+        _or_empty(dweight, h), _or_empty(dbias, h),
     )
-    return dx, dbranch, dgate, dscale, dshift, dweight, dbias
+
+
+def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if t is None else t
 
 
 def _sum_to(t: Tensor, like: Tensor) -> Tensor:

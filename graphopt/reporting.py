@@ -172,7 +172,7 @@ def report(compiled: Any) -> Report:
     # torch shares compiled code between callables with equal settings, and then calls the backend for the first only
     code = _compat.code_of(compiled)
     for ref, found in reversed(_reports):
-        if ref() == owner and code in found.codes and _compat.has_compiled_code(code):
+        if code is not None and ref() == owner and code in found.codes and _compat.has_compiled_code(code):
             return found
     raise GraphoptError(
         f"torch never called graphopt for {describe(compiled)}",
