@@ -3,8 +3,8 @@
     python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--fusions F1,F2,F2a,F3] [--fit] [--out FOLDER]
 
 Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
-copy bandwidth) over graphopt's time.  --fit writes the coefficients of the cost model that decides which sites are left
-to Inductor (schedule/site_cost.json).
+copy bandwidth) over graphopt's time.  `--fit --out results/h200/adaln.json` turns such a file into the
+coefficients of the cost model that decides which sites are left to Inductor (schedule/site_cost.json); no GPU needed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-from _results import copy_tb_per_s, machine, save
-from triton.testing import do_bench
+from _results import copy_tb_per_s, save
 
 from graphopt.codegen.form import FUSIONS
 from graphopt.schedule.site_cost import UNITS
@@ -70,6 +69,8 @@ def replayed(f, stream: torch.cuda.Stream) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         keep = f()
+    from triton.testing import do_bench
+
     us = 1e3 * do_bench(graph.replay, warmup=10, rep=60, return_mode="median")
     del keep
     return us
@@ -131,6 +132,14 @@ def fit(rows: list[dict]) -> dict:
     return result
 
 
+def write_fit(results: Path) -> None:
+    """Fit the rows of results (a JSON file this script wrote) and write schedule/site_cost.json."""
+    data = json.loads(results.read_text())
+    found = {"machine": data["machine"], "source": "benchmarks/adaln.py --fit", "coefficients": fit(data["rows"])}
+    path = Path(__file__).resolve().parent.parent / "schedule" / "site_cost.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=SHAPES)
@@ -138,6 +147,9 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.fit:
+        write_fit(args.out)
+        return
     torch._functorch.config.donated_buffer = False
     bandwidth = copy_tb_per_s()
     rows = []
@@ -165,10 +177,6 @@ def main() -> None:
             save("adaln", rows, keys, {"copy_tb_per_s": bandwidth}, args.out)
             del tensors
             torch.cuda.empty_cache()
-    if args.fit:
-        found = {"machine": machine(), "source": "benchmarks/adaln.py --fit", "coefficients": fit(rows)}
-        text = json.dumps(found, indent=1)
-        (args.out / "site_cost.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -178,8 +178,9 @@ class Op(Pattern):
 class Casts(Pattern):
     """`inner` behind any number of casts.
 
-    In front of an input only casts that keep every value are looked through: a narrowing cast is a rounding the model
-    asked for, so its result is the input.  Inside the chain every cast is looked through (the site rounds once).
+    In front of an input only casts that keep every value are looked through, as far as they go, so that the narrowest
+    copy of it is read and saved; a narrowing cast is a rounding the model asked for, so its result is the input.
+    Inside the chain every cast is looked through (the site rounds once).
     """
 
     def __init__(self, inner: Pattern) -> None:
@@ -188,17 +189,24 @@ class Casts(Pattern):
 
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
-        yield from self.inner.match(x, attempt)
-        if isinstance(x, Node) and ops_view.canonical(x) == "cast" and isinstance(x.args[0], Node):
-            source, target = ops_view.dtype_of(x.args[0]), ops_view.dtype_of(x)
-            if source is None or target is None:
-                return
-            if self.input_side and not (source.is_floating_point and ops_view.widens(source, target)):
-                return
+        if not self.input_side:
+            yield from self.inner.match(x, attempt)
+        if isinstance(x, Node) and self.looks_through(x):
             taken = attempt.side if self.input_side else attempt.core
             taken.append(x)
             yield from self.match(x.args[0], attempt)
             taken.pop()
+        if self.input_side:
+            yield from self.inner.match(x, attempt)
+
+    def looks_through(self, x: Node) -> bool:
+        """Is x a cast that does not matter here?"""
+        if ops_view.canonical(x) != "cast":
+            return False
+        source, target = ops_view.dtype_of(x.args[0]), ops_view.dtype_of(x)
+        if source is None or target is None:
+            return False
+        return not self.input_side or (source.is_floating_point and ops_view.widens(source, target))
 
 
 class Views(Pattern):

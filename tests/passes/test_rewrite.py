@@ -272,6 +272,29 @@ def test_spellings() -> None:
             torch.testing.assert_close(out, f(*x), msg=str(i))
 
 
+def test_the_narrowest_copy_of_an_input_is_read() -> None:
+    """Wan casts bf16 to fp32 in front of the norm and the gate: reading and saving the cast would double the bytes."""
+
+    def wan(x, branch, g, s, b):
+        h = (x.float() + branch.float() * g).type_as(x)
+        return h, (F.layer_norm(h.float().float(), (D,)) * (1 + s.double()) + b).type_as(x)
+
+    x, s, b = operands()
+    args = (x.bfloat16(), x.bfloat16(), s, s, b)
+    _, found, _ = rewritten(wan, *args)
+    (match,) = found.matches
+    dtypes = {n: v.meta["example_value"].dtype for n, v in match.replacement.inputs.items() if v is not None}
+    assert dtypes == {"x": torch.bfloat16, "branch": torch.bfloat16, "gate": torch.float32, "scale": torch.float32,
+                      "shift": torch.float32}
+
+    def rounded(x, s, b):
+        return F.layer_norm(x.bfloat16().float(), (D,)) * (1 + s) + b
+
+    _, found, out = rewritten(rounded, *operands())
+    (match,) = found.matches
+    assert match.replacement.inputs["x"].meta["example_value"].dtype == torch.bfloat16  # a rounding that was asked for
+
+
 def test_new_nodes_carry_metadata() -> None:
     gm, _found, _out = rewritten(adaln, *operands())
     (call,) = [n for n in gm.graph.nodes if "graphopt" in str(n.target)]
