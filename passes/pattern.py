@@ -29,7 +29,10 @@ class Failure:
 
     depth: int
     node: Node | None
-    reason: str
+    reason: str | Callable[[], str]  # spelled out only when someone asks
+
+    def __str__(self) -> str:
+        return self.reason if isinstance(self.reason, str) else self.reason()
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Attempt:
     views: dict[str, list[Node]] = field(default_factory=dict)
     best: Failure | None = None
 
-    def fail(self, node: object, reason: str) -> None:
+    def fail(self, node: object, reason: str | Callable[[], str]) -> None:
         """Keep the failure of the attempt that satisfied the most nodes."""
         depth = len(self.core) + len(self.side)
         if self.best is None or depth > self.best.depth:
@@ -100,7 +103,7 @@ class Const(Pattern):
         if isinstance(x, (int, float)) and not isinstance(x, bool) and x == self.number:
             yield
         else:
-            attempt.fail(x, f"expected the constant {self.number}, found {describe(x)}")
+            attempt.fail(x, lambda: f"expected the constant {self.number}, found {describe(x)}")
 
 
 class Var(Pattern):
@@ -112,7 +115,7 @@ class Var(Pattern):
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
         if not isinstance(x, Node) or ops_view.value(x) is None:
-            attempt.fail(x, f"{self.name} is {describe(x)}, not a tensor")
+            attempt.fail(x, lambda: f"{self.name} is {describe(x)}, not a tensor")
             return
         if self.name in attempt.env:
             if attempt.env[self.name] is x:
@@ -150,7 +153,7 @@ class Op(Pattern):
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
         if not isinstance(x, Node) or ops_view.canonical(x) != self.name:
-            attempt.fail(x, f"expected {self.name}, found {describe(x)}")
+            attempt.fail(x, lambda: f"expected {self.name}, found {describe(x)}")
             return
         if self.binary and ops_view.has_alpha(x):
             attempt.fail(x, f"{self.name} scales an operand (alpha) or writes to out=")

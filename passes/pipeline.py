@@ -106,7 +106,9 @@ def copy(gm: fx.GraphModule) -> fx.GraphModule:
         new.meta = dict(old.meta)
     for old_node, new_node in mapping.items():
         new_node.meta = dict(old_node.meta)
-    twin = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+    # Dynamo hands over a GraphModule that writes its Python code only when it is called; the copy is of the same kind
+    kind = next(c for c in type(gm).__mro__ if not c.__qualname__.endswith("GraphModuleImpl"))
+    twin = kind(gm, graph, class_name=type(gm).__name__)
     twin.meta = dict(gm.meta)
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule):

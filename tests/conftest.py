@@ -36,6 +36,11 @@ if INTERPRETED:
     interpreter._convert_float = _nearest_even
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--nightly` runs what is too long for CI as well."""
+    parser.addoption("--nightly", action="store_true", help="also run tests marked nightly")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what cannot run here: kernels without interpreter or GPU, GPU tests without a GPU."""
     gpu = torch.cuda.is_available()
@@ -43,6 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         kernel, needs_gpu = item.get_closest_marker("kernel"), item.get_closest_marker("gpu")
         runs = (gpu or not needs_gpu) and (INTERPRETED or gpu if kernel else not INTERPRETED)
+        runs = runs and (config.getoption("--nightly") or not item.get_closest_marker("nightly"))
         (kept if runs else out).append(item)
     config.hook.pytest_deselected(items=out)
     items[:] = kept

@@ -1,0 +1,35 @@
+"""Everything too long for CI: the tests marked `nightly`, then the benchmarks that need no GPU.
+
+    python benchmarks/nightly.py
+
+Writes results/<machine>/nightly.json: per part the exit code and the seconds.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from _results import save
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = {
+    "tests": [sys.executable, "-m", "pytest", "-q", "tests", "--nightly"],
+    "match": [sys.executable, "benchmarks/match.py"],
+}
+
+
+def main() -> None:
+    rows = []
+    for name, command in PARTS.items():
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        rows.append(dict(part=name, exit_code=done.returncode, seconds=round(time.perf_counter() - start, 1)))
+        save("nightly", rows, ("part",), {})
+    sys.exit(any(r["exit_code"] for r in rows))
+
+
+if __name__ == "__main__":
+    main()
