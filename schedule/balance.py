@@ -1,0 +1,134 @@
+"""Units of one shape in, ranks out: LPT, then swaps between the fullest and the emptiest ranks.
+
+All steps of a window are refined together in numpy: pair the i-th fullest with the i-th emptiest rank of each step, try every
+exchange of one unit against one unit or against nothing, keep the one that levels the pair best, repeat.  Measured against
+HiGHS on small cases this ends within 2 % of the optimum (tests/schedule/test_oracle.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+PAIRS_AT_ONCE = 1 << 22  # entries of one exchange table: 32 MB as float64
+
+
+def lpt(step: np.ndarray, cost: np.ndarray, steps: int, ranks: int, speeds: np.ndarray | None) -> np.ndarray:
+    """Longest processing time first: each unit, from the costliest down, to the rank of its step that ends first.
+
+    Args:
+        step: int [units]. cost: float64 [units], seconds at speed 1. speeds: float64 [ranks] relative speeds, or None.
+
+    Returns:
+        int32 [units], rank of each unit.
+    """
+    rank = np.empty(len(step), np.int32)
+    order = np.lexsort((-cost, step))
+    bounds = np.searchsorted(step[order], np.arange(steps + 1))
+    for s in range(steps):
+        units = order[bounds[s]:bounds[s + 1]]
+        if speeds is None:
+            heap = [(0.0, r) for r in range(ranks)]
+            chosen = []
+            for c in cost[units].tolist():
+                load, r = heap[0]
+                chosen.append(r)
+                heapq.heapreplace(heap, (load + c, r))
+            rank[units] = chosen
+        else:
+            load_r = np.zeros(ranks)
+            for u in units.tolist():
+                r = int(np.argmin((load_r + cost[u]) / speeds))
+                rank[u] = r
+                load_r[r] += cost[u]
+    return rank
+
+
+def refine(step: np.ndarray, rank: np.ndarray, cost: np.ndarray, steps: int, ranks: int, speeds: np.ndarray | None, *,
+           tolerance: float, rounds: int = 40) -> np.ndarray:
+    """Level the ranks of every step by exchanges; no rank loses its last unit.
+
+    Args:
+        step, rank, cost: [units], as for `lpt`.
+        tolerance: stop where the fullest rank is within this fraction of the step's mean.
+        rounds: at most this many rounds.
+
+    Returns:
+        int32 [units], the new ranks.
+    """
+    if ranks == 1 or not len(step):
+        return rank
+    cell = step.astype(np.int64) * ranks + rank
+    order = np.lexsort((-cost, cell))
+    counts = np.bincount(cell, minlength=steps * ranks)
+    width = int(counts.max()) + 2  # two spare places, for units that move in
+    place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    unit = np.full((steps * ranks, width), -1, np.int64)
+    unit[cell[order], place] = order
+    value = np.where(unit >= 0, cost[unit], 0.0)
+    speed = np.ones(ranks) if speeds is None else speeds
+    load = value.sum(1)
+    half = ranks // 2
+    idle = np.zeros(steps, np.int64)
+    for turn in range(rounds):
+        time = load.reshape(steps, ranks) / speed
+        mean = load.reshape(steps, ranks).sum(1) / speed.sum()
+        todo = np.flatnonzero((time.max(1) > mean * (1 + tolerance)) & (idle < 8))
+        if not len(todo):
+            break
+        by_load = np.argsort(time[todo], axis=1, kind="stable")
+        # Extremes are paired first; a pair that has no useful exchange meets another partner in the next round.
+        high = by_load[:, ::-1][:, :half]
+        low = np.roll(by_load[:, :half], int(idle[todo].min()), axis=1)
+        base = todo[:, None] * ranks
+        before = time[todo].max(1)
+        _exchange((base + high).ravel(), (base + low).ravel(), unit, value, load, np.tile(speed, steps),
+                  (mean[todo] * tolerance / 4).repeat(half))
+        after = (load.reshape(steps, ranks)[todo] / speed).max(1)
+        idle[todo] = np.where(after < before - 1e-12, 0, idle[todo] + 1)
+    out = np.empty(len(step), np.int32)
+    filled = unit >= 0
+    out[unit[filled]] = (np.nonzero(filled)[0] % ranks).astype(np.int32)
+    return out
+
+
+def _exchange(high: np.ndarray, low: np.ndarray, unit: np.ndarray, value: np.ndarray, load: np.ndarray, speed: np.ndarray,
+              least: np.ndarray) -> None:
+    """Apply the best exchange of each (high, low) pair of cells in place; pairs closer than `least` seconds are left alone."""
+    gap = load[high] / speed[high] - load[low] / speed[low]
+    active = gap > least
+    high, low = high[active], low[active]
+    width = unit.shape[1]
+    for start in range(0, len(high), max(1, PAIRS_AT_ONCE // width**2)):
+        h, low_ = high[start:start + PAIRS_AT_ONCE // width**2], low[start:start + PAIRS_AT_ONCE // width**2]
+        # Only the places in use are compared: the table is small although one rank may hold many units.
+        used_h = min(width, int((unit[h] >= 0).sum(1).max()))
+        used_l = min(width, int((unit[low_] >= 0).sum(1).max()) + 1)  # plus one empty place: a move instead of a swap
+        change = value[h][:, :used_h, None] - value[low_][:, None, :used_l]
+        vh, vl = speed[h], speed[low_]
+        gap_now = load[h] / vh - load[low_] / vl
+        want = gap_now / (1 / vh + 1 / vl)  # cost that would have to move for equal times
+        off = np.abs(change - want[:, None, None]).reshape(len(h), -1)
+        best = off.argmin(1)
+        pick = np.arange(len(h))
+        # Better only if the pair's slower end gets faster.
+        moved = change.reshape(len(h), -1)[pick, best]
+        slower = np.maximum((load[h] - moved) / vh, (load[low_] + moved) / vl)
+        i, j = best // used_l, best % used_l
+        stays = (unit[low_, j] >= 0) | ((unit[h] >= 0).sum(1) > 1)
+        ok = (slower < load[h] / vh - 1e-12) & stays & (unit[h, i] >= 0)
+        h, low_, i, j, moved = h[ok], low_[ok], i[ok], j[ok], moved[ok]
+        unit[h, i], unit[low_, j] = unit[low_, j], unit[h, i]
+        value[h, i], value[low_, j] = value[low_, j], value[h, i]
+        load[h] -= moved
+        load[low_] += moved
+        _pack(unit, value, h)
+        _pack(unit, value, low_)
+
+
+def _pack(unit: np.ndarray, value: np.ndarray, cells: np.ndarray) -> None:
+    """Close the gaps in the given cells, so that units fill the first places, costliest first."""
+    order = np.lexsort((-value[cells], unit[cells] < 0), axis=-1)
+    unit[cells] = np.take_along_axis(unit[cells], order, 1)
+    value[cells] = np.take_along_axis(value[cells], order, 1)
