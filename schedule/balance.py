@@ -11,7 +11,8 @@ import heapq
 
 import numpy as np
 
-PAIRS_AT_ONCE = 1 << 22  # entries of one exchange table: 32 MB as float64
+PATIENCE = 8  # rounds without progress after which a step is left as it is
+PAIRS_AT_ONCE = 1 << 16  # entries of one exchange table: small enough for the cache
 
 
 def lpt(step: np.ndarray, cost: np.ndarray, steps: int, ranks: int, speeds: np.ndarray | None) -> np.ndarray:
@@ -46,7 +47,7 @@ def lpt(step: np.ndarray, cost: np.ndarray, steps: int, ranks: int, speeds: np.n
 
 
 def refine(step: np.ndarray, rank: np.ndarray, cost: np.ndarray, steps: int, ranks: int, speeds: np.ndarray | None, *,
-           tolerance: float, rounds: int = 40) -> np.ndarray:
+           tolerance: float, rounds: int = 60) -> np.ndarray:
     """Level the ranks of every step by exchanges; no rank loses its last unit.
 
     Args:
@@ -73,20 +74,21 @@ def refine(step: np.ndarray, rank: np.ndarray, cost: np.ndarray, steps: int, ran
     idle = np.zeros(steps, np.int64)
     for turn in range(rounds):
         time = load.reshape(steps, ranks) / speed
-        mean = load.reshape(steps, ranks).sum(1) / speed.sum()
-        todo = np.flatnonzero((time.max(1) > mean * (1 + tolerance)) & (idle < 8))
+        level = load.reshape(steps, ranks).sum(1) / speed.sum() * (1 + tolerance)
+        todo = np.flatnonzero((time.max(1) > level) & (idle < PATIENCE))
         if not len(todo):
             break
         by_load = np.argsort(time[todo], axis=1, kind="stable")
-        # Extremes are paired first; a pair that has no useful exchange meets another partner in the next round.
-        high = by_load[:, ::-1][:, :half]
-        low = np.roll(by_load[:, :half], int(idle[todo].min()), axis=1)
+        # Extremes are paired first; where that stalls (equal ranks hold equal units), partners are mixed by a fixed stride.
+        high, low = by_load[:, ::-1][:, :half], by_load[:, :half]
+        if turn % 2:
+            low = np.roll(low, (turn // 2 + 1) * max(1, half * 13 // 34) % half, axis=1)
         base = todo[:, None] * ranks
-        before = time[todo].max(1)
+        excess = np.maximum(time[todo] - level[todo, None], 0).sum(1)
         _exchange((base + high).ravel(), (base + low).ravel(), unit, value, load, np.tile(speed, steps),
-                  (mean[todo] * tolerance / 4).repeat(half))
-        after = (load.reshape(steps, ranks)[todo] / speed).max(1)
-        idle[todo] = np.where(after < before - 1e-12, 0, idle[todo] + 1)
+                  (level[todo] * tolerance).repeat(half))
+        after = np.maximum(load.reshape(steps, ranks)[todo] / speed - level[todo, None], 0).sum(1)
+        idle[todo] = np.where(after < excess * (1 - 1e-3), 0, idle[todo] + 1)
     out = np.empty(len(step), np.int32)
     filled = unit >= 0
     out[unit[filled]] = (np.nonzero(filled)[0] % ranks).astype(np.int32)
