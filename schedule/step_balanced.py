@@ -18,6 +18,7 @@ from .problem import OVER_COMPUTE, REPEATED, Leftover, Problem, Window, slot_num
 
 GRAIN = 0.05  # a unit costs at most this fraction of a rank's step, if one sample does
 TOLERANCE = 0.002  # exchanges stop when the fullest rank is this close to the mean
+ROUNDS = (8, 12, 30)  # of exchanges: before merging, after merging, and after merging what met then
 WINDOW_SAMPLES = 1 << 17
 
 
@@ -135,11 +136,10 @@ def _balance(p: Problem, rows: np.ndarray, shape: np.ndarray, step: np.ndarray, 
     group, size = split_sizes(count, grain, None)
     u_step, u_shape = g_step[group], g_shape[group]
     rank = lpt(u_step, p.fixed[u_shape] + size * each[u_shape], steps, p.groups, p.speeds)
-    rank = refine(u_step, rank, p.fixed[u_shape] + size * each[u_shape], steps, p.groups, p.speeds, tolerance=TOLERANCE)
-    for _ in range(2):
+    for rounds in ROUNDS:
+        rank = refine(u_step, rank, p.fixed[u_shape] + size * each[u_shape], steps, p.groups, p.speeds, tolerance=TOLERANCE,
+                      rounds=rounds)
         u_step, rank, u_shape, size = merge(u_step, rank, u_shape, size, most, p, len(each))
-        rank = refine(u_step, rank, p.fixed[u_shape] + size * each[u_shape], steps, p.groups, p.speeds, tolerance=TOLERANCE)
-    u_step, rank, u_shape, size = merge(u_step, rank, u_shape, size, most, p, len(each))
     return assemble(p, u_step, rank, u_shape, size, rows, again, first)
 
 
