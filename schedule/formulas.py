@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 # Ops whose name says that they multiply matrices, convolve, attend or transform: without a formula they are an error.
 COMPUTES = re.compile(r"(^|_)(mm|bmm|addmm|baddbmm|addbmm|matmul|mv|addmv|dot|vdot|ger|addr|linear|einsum|tensordot|inner|outer|"
-                      r"conv\w*|convolution\w*|attention|attn|sdpa|lstm|gru|rnn|fft\w*|cdist|bilinear|linalg\w*|cholesky\w*|svd|"
+                      r"conv(?!ert)\w*|attention|attn|sdpa|lstm|gru|rnn|fft\w*|cdist|bilinear|linalg\w*|cholesky\w*|svd|"
                       r"qr|inverse|lu|solve\w*|grid_sampler\w*|deform\w*)(_|$)|_mm|attention|convolution")
 # What these namespaces hold besides is elementwise, reduction, view, index or random; other namespaces are unknown work.
 KNOWN = {"aten", "prims", "prim", "_operator", "rngprims", "inductor_prims"}
