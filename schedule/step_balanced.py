@@ -7,7 +7,10 @@ LPT; exchanges; merge equal shapes that met on a rank up to the memory cap; exch
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from graphopt.errors import PlanInfeasible
@@ -19,6 +22,7 @@ from .problem import OVER_COMPUTE, REPEATED, Leftover, Problem, Window, slot_num
 GRAIN = 0.05  # a unit costs at most this fraction of a rank's step, if one sample does
 TOLERANCE = 0.002  # exchanges stop when the fullest rank is this close to the mean
 ROUNDS = (8, 12, 30)  # of exchanges: before merging, after merging, and after merging what met then
+WORKERS = min(4, os.cpu_count() or 1)
 WINDOW_SAMPLES = 1 << 17
 
 
@@ -107,9 +111,16 @@ def _windows(p: Problem, rows: np.ndarray, shape: np.ndarray, step: np.ndarray, 
     per_step = max(1, len(step) // steps)
     width = window_steps or max(16, WINDOW_SAMPLES // per_step)
     bounds = np.searchsorted(step, np.arange(0, steps + width, width))
-    for first, a, b in zip(range(0, steps, width), bounds[:-1], bounds[1:]):
-        yield _balance(p, rows[a:b], shape[a:b], step[a:b] - first, min(width, steps - first), first,
-                       None if again is None else again[a:b])
+    # Windows are independent; numpy lets go of the interpreter lock in its loops, so a second thread helps.
+    with ThreadPoolExecutor(WORKERS) as pool:
+        waiting: deque[Future[Window]] = deque()
+        for first, a, b in zip(range(0, steps, width), bounds[:-1], bounds[1:]):
+            waiting.append(pool.submit(_balance, p, rows[a:b], shape[a:b], step[a:b] - first, min(width, steps - first), first,
+                                       None if again is None else again[a:b]))
+            if len(waiting) > WORKERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def second_uses(rows: np.ndarray) -> np.ndarray:
