@@ -103,5 +103,5 @@ def _memory(model: ModelCost, remat: str, data_parallel: int) -> MemoryModel:
     m2 = float(poly.coeff_monomial(b * caption))
     if m1 <= 0:
         raise PlanInfeasible("the traced cost keeps nothing per token", where=model.name, remedy="trace with gradients on")
-    # Gradients of what is kept live beside it while a layer's backward runs: the largest layer once more.
-    return MemoryModel(m0, m1 + float(sympy.Poly(model.layer.saved_bytes, b, t, h, w, caption).coeff_monomial(b * t * h * w)), m2)
+    # The layer in flight frees what it saved while gradients appear: about eight tensors of a token's width live beside it.
+    return MemoryModel(m0, m1 + 8 * 2 * model.width, m2)

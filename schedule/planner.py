@@ -26,7 +26,7 @@ POLICIES = ("step_balanced", "adaptive_load", "equal_token")
 def plan_batches(manifest: str | Path | pa.Table | Samples, fit: CostFit, *, ranks: int, m_mem: float | None = None,
                  m_comp: float | None = None, memory_bytes: float | None = None, policy: str = "step_balanced", seed: int = 0,
                  epoch: int = 0, tau: float = 1.3, sync: str = "step", microbatches: int | None = None,
-                 allowed_b: Sequence[int] | None = None, speeds: Sequence[float] | None = None, sp: int = 1,
+                 allowed_b: Sequence[int] | None = None, limits: np.ndarray | None = None, speeds: Sequence[float] | None = None, sp: int = 1,
                  sp_efficiency: float = 1.0, tail: str = "carry", carry_in: Sequence[int] = (), only: np.ndarray | None = None,
                  layout: LatentLayout | None = None, caption_bin: int = 512, columns: dict[str, str] | None = None,
                  window_steps: int | None = None, out: str | Path | None = None, overwrite: bool = False,
@@ -49,6 +49,7 @@ def plan_batches(manifest: str | Path | pa.Table | Samples, fit: CostFit, *, ran
         sync: "step" (ranks meet once a step: DDP, FSDP2 in ZeRO-1 style), or "microbatch" (ZeRO-3, pipelines: K equal).
         microbatches: K for sync="microbatch" (4 by default) and for the two bucket policies (1 by default).
         allowed_b: the only batch sizes to use, e.g. (1, 2, 4, 8), to bound the number of compiled graphs.
+        limits: largest B of each shape of the data set, int64 [shapes] (a bucket table's: tables.py), beside the memory limit.
         speeds: relative speed of each data-parallel group.
         sp: ranks per sequence-parallel group; a sample's cost and memory are divided by it.
         sp_efficiency: speed-up of sp ranks over sp times one rank's, in (0, 1].
@@ -153,9 +154,12 @@ def _limits(samples: Samples, fit: CostFit, o: dict[str, Any], sp: int) -> tuple
     for name in ("m_mem", "m_comp", "memory_bytes"):
         if o[name] is not None and not o[name] > 0:
             raise ConfigError(f"{name} must be positive, not {o[name]}")
-    if m_mem is None and o["memory_bytes"] is None:
-        raise ConfigError("a plan needs a memory limit", remedy="give m_mem (tokens per microbatch), or memory_bytes with a fit "
-                          "that has a memory model")
+    if o["limits"] is not None and np.shape(o["limits"]) != (len(shapes),):
+        raise ConfigError(f"limits has shape {np.shape(o['limits'])}; the data set has {len(shapes)} shapes",
+                          remedy="make it from this data set's shapes")
+    if m_mem is None and o["memory_bytes"] is None and o["limits"] is None:
+        raise ConfigError("a plan needs a memory limit", remedy="give m_mem (tokens per microbatch), memory_bytes with a fit "
+                          "that has a memory model, or limits")
     cap = np.full(len(shapes), np.iinfo(np.int64).max)
     if m_mem is not None:
         cap = np.floor(m_mem * sp / shapes.tokens * (1 + 1e-12)).astype(np.int64)
@@ -166,6 +170,8 @@ def _limits(samples: Samples, fit: CostFit, o: dict[str, Any], sp: int) -> tuple
         m = fit.memory
         split = type(m)(m.m0, m.m1 / sp, m.m2, m.max_error)
         cap = np.minimum(cap, split.cap(shapes, o["memory_bytes"]))
+    if o["limits"] is not None:
+        cap = np.minimum(cap, np.asarray(o["limits"], dtype=np.int64))
     if o["policy"] == "adaptive_load":
         m_mem = buckets.required(m_mem, "m_mem", "adaptive_load", "give m_mem in tokens: its formula is in tokens")
         m_comp = buckets.required(m_comp if m_comp is not None else fit.m_comp, "m_comp", "adaptive_load",

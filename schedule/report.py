@@ -176,7 +176,7 @@ def _one_step(plan: Plan, step: int) -> str:
     import matplotlib as mpl
 
     colour = mpl.colormaps["viridis"]
-    longest = np.log(max(2, int(plan.shapes.tokens.max())))
+    low, high = np.log(max(1, int(plan.shapes.tokens.min()))), np.log(max(2, int(plan.shapes.tokens.max())))
     slots = plan.manifest["layout"]["sync"] == "microbatch"
     k = plan.column("k")[mine]
     slot_end = np.cumsum([cost[k == i].max() for i in range(int(k.max()) + 1)]) if slots else None
@@ -185,7 +185,7 @@ def _one_step(plan: Plan, step: int) -> str:
         for i in np.flatnonzero(rank == r):
             if slot_end is not None:
                 end = float(slot_end[k[i]] - cost[k == k[i]].max())
-            ax.barh(place, cost[i], left=end, height=0.8, color=colour(np.log(tokens[i] / batch[i]) / longest), edgecolor="white", lw=0.4)
+            ax.barh(place, cost[i], left=end, height=0.8, color=colour((np.log(tokens[i] / batch[i]) - low) / max(high - low, 1e-9)), edgecolor="white", lw=0.4)
             end += cost[i]
     ax.set(xlabel="predicted seconds", ylabel="data-parallel group", ylim=(len(ranks) - 0.5, -0.5),
            title=f"Microbatches of step {step} (darker: shorter samples)" + (f", {len(ranks)} of {plan.groups} groups" if len(ranks) < plan.groups else ""))
