@@ -22,17 +22,27 @@ if TYPE_CHECKING:
     from graphopt.schedule.costmodel import CostFit
     from graphopt.schedule.shapes import LatentLayout
 
-plan_app = typer.Typer(help="Plan batches of whole optimizer steps; `plan show DIR` looks at one.", invoke_without_command=True,
-                       no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+plan_app = typer.Typer(
+    help="Plan batches of whole optimizer steps; `plan show DIR` looks at one.",
+    invoke_without_command=True,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
-Manifest = Annotated[Path | None, typer.Option("--manifest", help="Metadata: Parquet, CSV or JSONL with frames, height, width (and "
-                                               "caption_length), or tokens.")]
+Manifest = Annotated[
+    Path | None,
+    typer.Option(
+        "--manifest", help="Metadata: Parquet, CSV or JSONL with frames, height, width (and caption_length), or tokens."
+    ),
+]
 FitFile = Annotated[Path | None, typer.Option("--fit", help="A fit that `graphopt fit` wrote.")]
 Model = Annotated[str | None, typer.Option("--model", help="Instead of a fit: a built-in model (wan-1.3b, wan-14b).")]
 Gpu = Annotated[str, typer.Option("--gpu", help="With --model: h200, h100, a100-80gb.")]
 Remat = Annotated[str, typer.Option("--remat", help="With --model: full or none.")]
 Memory = Annotated[float | None, typer.Option("--m-mem", help="Memory limit: tokens of a microbatch per rank.")]
-MemoryGib = Annotated[float | None, typer.Option("--memory-gib", help="Memory limit in GiB per rank (needs a memory model).")]
+MemoryGib = Annotated[
+    float | None, typer.Option("--memory-gib", help="Memory limit in GiB per rank (needs a memory model).")
+]
 Compute = Annotated[float | None, typer.Option("--m-comp", help="Compute limit: B * S^p of a microbatch.")]
 Vae = Annotated[str, typer.Option("--vae", help="VAE downsampling: frames,height,width.")]
 Patch = Annotated[str, typer.Option("--patch", help="Patch size: frames,height,width.")]
@@ -43,6 +53,7 @@ Tau = Annotated[float, typer.Option("--tau", help="Cost of a rank's step, in uni
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
     """Print graphopt's errors as text and exit with 2."""
+
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
@@ -50,6 +61,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         except GraphoptError as e:
             typer.echo(f"{type(e).__name__}: {e}", err=True)
             raise typer.Exit(2) from e
+
     return run
 
 
@@ -66,8 +78,14 @@ def progress(text: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    with Progress(TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True),
-                  transient=True) as bar:
+    with Progress(
+        TextColumn(text),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -97,8 +115,15 @@ def _layout(vae: str, patch: str) -> LatentLayout:
     return LatentLayout(_triple(vae, "vae"), _triple(patch, "patch"))
 
 
-def _cost(fit_file: Path | None, model: str | None, gpu: str, remat: str, ranks: int, m_mem: float | None,
-          memory_gib: float | None) -> tuple[CostFit, float | None]:
+def _cost(
+    fit_file: Path | None,
+    model: str | None,
+    gpu: str,
+    remat: str,
+    ranks: int,
+    m_mem: float | None,
+    memory_gib: float | None,
+) -> tuple[CostFit, float | None]:
     """(cost model, memory limit in bytes)."""
     from graphopt.schedule.costmodel import CostFit
     from graphopt.schedule.hardware import analytic_fit, hardware
@@ -106,7 +131,9 @@ def _cost(fit_file: Path | None, model: str | None, gpu: str, remat: str, ranks:
 
     limit = None if memory_gib is None else memory_gib * 2**30
     if (fit_file is None) == (model is None):
-        raise ConfigError("give either --fit or --model", remedy="`graphopt fit` makes a fit; --model needs no measurement")
+        raise ConfigError(
+            "give either --fit or --model", remedy="`graphopt fit` makes a fit; --model needs no measurement"
+        )
     if fit_file is not None:
         return CostFit.load(fit_file), limit
     device = hardware(gpu)
@@ -117,22 +144,39 @@ def _cost(fit_file: Path | None, model: str | None, gpu: str, remat: str, ranks:
 
 @plan_app.callback()
 @reported
-def plan(ctx: typer.Context, manifest: Manifest = None, fit_file: FitFile = None, model: Model = None, gpu: Gpu = "h200",
-         remat: Remat = "full", ranks: Annotated[int, typer.Option(help="Processes of the job.")] = 1, m_mem: Memory = None,
-         memory_gib: MemoryGib = None, m_comp: Compute = None,
-         policy: Annotated[str, typer.Option(help="step_balanced, adaptive_load or equal_token.")] = "step_balanced", seed: Seed = 0,
-         epoch: Annotated[int, typer.Option(help="Epoch number: another order, the same samples.")] = 0, tau: Tau = 1.3,
-         sync: Annotated[str, typer.Option(help="step (DDP, FSDP2 ZeRO-1 style) or microbatch (ZeRO-3, pipelines).")] = "step",
-         microbatches: Annotated[int | None, typer.Option(help="K, where the mode fixes it.")] = None,
-         allowed_b: Annotated[str | None, typer.Option(help="The only batch sizes to use, e.g. 1,2,4,8.")] = None,
-         speeds: Annotated[str | None, typer.Option(help="Relative speed of each data-parallel group.")] = None,
-         sp: Annotated[int, typer.Option(help="Ranks per sequence-parallel group.")] = 1,
-         tail: Annotated[str, typer.Option(help="carry, drop or pad.")] = "carry",
-         table: Annotated[Path | None, typer.Option(help="Bucket table (Open-Sora, NeMo) whose batch sizes are upper limits.")] = None,
-         vae: Vae = "4,8,8", patch: Patch = "1,2,2", caption_bin: CaptionBin = 512,
-         out: Annotated[Path | None, typer.Option(help="Plan folder to write.")] = None,
-         overwrite: Annotated[bool, typer.Option(help="Replace an existing plan.")] = False,
-         html: Annotated[Path | None, typer.Option(help="Also write a page about the plan.")] = None) -> None:
+def plan(
+    ctx: typer.Context,
+    manifest: Manifest = None,
+    fit_file: FitFile = None,
+    model: Model = None,
+    gpu: Gpu = "h200",
+    remat: Remat = "full",
+    ranks: Annotated[int, typer.Option(help="Processes of the job.")] = 1,
+    m_mem: Memory = None,
+    memory_gib: MemoryGib = None,
+    m_comp: Compute = None,
+    policy: Annotated[str, typer.Option(help="step_balanced, adaptive_load or equal_token.")] = "step_balanced",
+    seed: Seed = 0,
+    epoch: Annotated[int, typer.Option(help="Epoch number: another order, the same samples.")] = 0,
+    tau: Tau = 1.3,
+    sync: Annotated[
+        str, typer.Option(help="step (DDP, FSDP2 ZeRO-1 style) or microbatch (ZeRO-3, pipelines).")
+    ] = "step",
+    microbatches: Annotated[int | None, typer.Option(help="K, where the mode fixes it.")] = None,
+    allowed_b: Annotated[str | None, typer.Option(help="The only batch sizes to use, e.g. 1,2,4,8.")] = None,
+    speeds: Annotated[str | None, typer.Option(help="Relative speed of each data-parallel group.")] = None,
+    sp: Annotated[int, typer.Option(help="Ranks per sequence-parallel group.")] = 1,
+    tail: Annotated[str, typer.Option(help="carry, drop or pad.")] = "carry",
+    table: Annotated[
+        Path | None, typer.Option(help="Bucket table (Open-Sora, NeMo) whose batch sizes are upper limits.")
+    ] = None,
+    vae: Vae = "4,8,8",
+    patch: Patch = "1,2,2",
+    caption_bin: CaptionBin = 512,
+    out: Annotated[Path | None, typer.Option(help="Plan folder to write.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing plan.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page about the plan.")] = None,
+) -> None:
     """Plan one epoch.
 
     Example: graphopt plan --model wan-14b --gpu h200 --manifest data.parquet --ranks 8 --out plan/
@@ -152,10 +196,28 @@ def plan(ctx: typer.Context, manifest: Manifest = None, fit_file: FitFile = None
     samples = read_samples(manifest, layout=layout, caption_bin=caption_bin)
     limits = None if table is None else read_table(table).limits(samples.shapes, layout)
     with progress("planning steps") as show:
-        made = plan_batches(samples, cost, ranks=ranks, m_mem=m_mem, m_comp=m_comp, memory_bytes=memory_bytes, policy=policy, seed=seed,
-                            epoch=epoch, tau=tau, sync=sync, microbatches=microbatches, allowed_b=_numbers(allowed_b, "allowed-b", int),
-                            speeds=_numbers(speeds, "speeds", float), sp=sp, tail=tail, limits=limits, out=out, overwrite=overwrite,
-                            progress=show)
+        made = plan_batches(
+            samples,
+            cost,
+            ranks=ranks,
+            m_mem=m_mem,
+            m_comp=m_comp,
+            memory_bytes=memory_bytes,
+            policy=policy,
+            seed=seed,
+            epoch=epoch,
+            tau=tau,
+            sync=sync,
+            microbatches=microbatches,
+            allowed_b=_numbers(allowed_b, "allowed-b", int),
+            speeds=_numbers(speeds, "speeds", float),
+            sp=sp,
+            tail=tail,
+            limits=limits,
+            out=out,
+            overwrite=overwrite,
+            progress=show,
+        )
     typer.echo(report.text(made))
     if html is not None:
         report.to_html(made, html)
@@ -165,9 +227,11 @@ def plan(ctx: typer.Context, manifest: Manifest = None, fit_file: FitFile = None
 
 @plan_app.command("show")
 @reported
-def show(folder: Annotated[Path, typer.Argument(help="A plan folder.")],
-         step: Annotated[int | None, typer.Option(help="Also list this step's microbatches.")] = None,
-         html: Annotated[Path | None, typer.Option(help="Write a page: load per rank, bubble, token mix.")] = None) -> None:
+def show(
+    folder: Annotated[Path, typer.Argument(help="A plan folder.")],
+    step: Annotated[int | None, typer.Option(help="Also list this step's microbatches.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page: load per rank, bubble, token mix.")] = None,
+) -> None:
     """Look at a plan.
 
     Example: graphopt plan show plan/ --step 0 --html plan.html
@@ -184,8 +248,10 @@ def show(folder: Annotated[Path, typer.Argument(help="A plan folder.")],
 
 @plan_app.command("index")
 @reported
-def index(shards: Annotated[list[Path], typer.Argument(help="WebDataset tar files.")],
-          out: Annotated[Path, typer.Option(help="Parquet index to write.")] = Path("index.parquet")) -> None:
+def index(
+    shards: Annotated[list[Path], typer.Argument(help="WebDataset tar files.")],
+    out: Annotated[Path, typer.Option(help="Parquet index to write.")] = Path("index.parquet"),
+) -> None:
     """Index WebDataset shards, for --manifest.
 
     Example: graphopt plan index shards/*.tar --out index.parquet
@@ -199,10 +265,13 @@ def index(shards: Annotated[list[Path], typer.Argument(help="WebDataset tar file
 
 @plan_app.command("table")
 @reported
-def table(folder: Annotated[Path, typer.Argument(help="A plan folder.")],
-          kind: Annotated[str, typer.Option("--format", help="open-sora, finetrainers or nemo.")] = "open-sora",
-          fps: Annotated[float, typer.Option(help="Frames per second, for NeMo's durations.")] = 16.0,
-          vae: Vae = "4,8,8", patch: Patch = "1,2,2") -> None:
+def table(
+    folder: Annotated[Path, typer.Argument(help="A plan folder.")],
+    kind: Annotated[str, typer.Option("--format", help="open-sora, finetrainers or nemo.")] = "open-sora",
+    fps: Annotated[float, typer.Option(help="Frames per second, for NeMo's durations.")] = 16.0,
+    vae: Vae = "4,8,8",
+    patch: Patch = "1,2,2",
+) -> None:
     """Print a plan's largest batch per bucket as another trainer's bucket table.
 
     Example: graphopt plan table plan/ --format open-sora
@@ -217,21 +286,34 @@ def table(folder: Annotated[Path, typer.Argument(help="A plan folder.")],
     np.maximum.at(batch, made.column("shape"), made.column("batch"))
     used = np.flatnonzero(batch)
     s = made.shapes
-    typer.echo(write_table(kind, type(s)(s.t[used], s.h[used], s.w[used], s.caption[used]), batch[used], _layout(vae, patch), fps=fps), nl=False)
+    typer.echo(
+        write_table(
+            kind, type(s)(s.t[used], s.h[used], s.w[used], s.caption[used]), batch[used], _layout(vae, patch), fps=fps
+        ),
+        nl=False,
+    )
 
 
 @reported
-def fit(source: Annotated[str, typer.Argument(help="Measured runs (a JSON file), or pkg.module:factory that returns your step function.")],
-        form: Annotated[str, typer.Option(help="two_term, power_law or symbolic.")] = "two_term",
-        model: Annotated[str | None, typer.Option(help="For symbolic: a built-in model's traced cost.")] = None,
-        tokens: Annotated[str, typer.Option(help="To measure: token counts of the sweep.")] = "1024,2048,4096,8192,16384,32768",
-        caption: Annotated[int, typer.Option(help="To measure: caption tokens.")] = 0,
-        budget_s: Annotated[float, typer.Option(help="To measure: seconds.")] = 300.0,
-        runs: Annotated[Path, typer.Option(help="To measure: where runs are kept; an interrupted sweep goes on from there.")] = Path("runs.json"),
-        max_error: Annotated[float, typer.Option(help="Refuse a fit with a larger mean error.")] = 0.10,
-        step_overhead_s: Annotated[float, typer.Option(help="Seconds per optimizer step beside microbatches.")] = 0.0,
-        out: Annotated[Path, typer.Option(help="Fit to write.")] = Path("fit.json"),
-        plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the fit.")] = None) -> None:
+def fit(
+    source: Annotated[
+        str, typer.Argument(help="Measured runs (a JSON file), or pkg.module:factory that returns your step function.")
+    ],
+    form: Annotated[str, typer.Option(help="two_term, power_law or symbolic.")] = "two_term",
+    model: Annotated[str | None, typer.Option(help="For symbolic: a built-in model's traced cost.")] = None,
+    tokens: Annotated[
+        str, typer.Option(help="To measure: token counts of the sweep.")
+    ] = "1024,2048,4096,8192,16384,32768",
+    caption: Annotated[int, typer.Option(help="To measure: caption tokens.")] = 0,
+    budget_s: Annotated[float, typer.Option(help="To measure: seconds.")] = 300.0,
+    runs: Annotated[
+        Path, typer.Option(help="To measure: where runs are kept; an interrupted sweep goes on from there.")
+    ] = Path("runs.json"),
+    max_error: Annotated[float, typer.Option(help="Refuse a fit with a larger mean error.")] = 0.10,
+    step_overhead_s: Annotated[float, typer.Option(help="Seconds per optimizer step beside microbatches.")] = 0.0,
+    out: Annotated[Path, typer.Option(help="Fit to write.")] = Path("fit.json"),
+    plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the fit.")] = None,
+) -> None:
     """Measure a sweep of shapes on your own step function (if asked to), and fit a cost model.
 
     Example: torchrun --nproc_per_node 8 -m graphopt fit train:make_step --tokens 1024,8192,32768 --out fit.json
@@ -251,7 +333,9 @@ def fit(source: Annotated[str, typer.Argument(help="Measured runs (a JSON file),
         if plot is not None and len(measured.rows) >= 4:
             from graphopt.schedule.report import plot_fit
 
-            plot_fit(fit_cost(measured, form, cost=cost, refuse=False), plot)  # a refused fit is when its plot is wanted most
+            plot_fit(
+                fit_cost(measured, form, cost=cost, refuse=False), plot
+            )  # a refused fit is when its plot is wanted most
             typer.echo(f"wrote {plot}", err=True)
         raise
     made.save(out)
@@ -279,30 +363,51 @@ def _measured(source: str, tokens: str, caption: int, budget_s: float, runs: Pat
         return Runs.load(source)
     module, _, name = source.partition(":")
     if not name:
-        raise ConfigError(f"{source!r} is neither a file nor pkg.module:factory", remedy="give runs.json, or a factory of your step function")
+        raise ConfigError(
+            f"{source!r} is neither a file nor pkg.module:factory",
+            remedy="give runs.json, or a factory of your step function",
+        )
     sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as e:
-        raise ConfigError(f"the factory cannot be imported: {e}", where=source, remedy="run from the folder that holds the module") from e
+        raise ConfigError(
+            f"the factory cannot be imported: {e}", where=source, remedy="run from the folder that holds the module"
+        ) from e
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         import torch
 
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    return shape_benchmark(factory(), sweep(_numbers(tokens, "tokens", int) or [], caption=caption), budget_s=budget_s, path=runs)
+    return shape_benchmark(
+        factory(), sweep(_numbers(tokens, "tokens", int) or [], caption=caption), budget_s=budget_s, path=runs
+    )
 
 
 @reported
-def simulate(manifest: Manifest = None, fit_file: FitFile = None, model: Model = None, gpu: Gpu = "h200", remat: Remat = "full",
-             ranks: Annotated[str, typer.Option(help="Rank counts, e.g. 8,64,1024.")] = "8", m_mem: Memory = None,
-             memory_gib: MemoryGib = None, m_comp: Compute = None,
-             policies: Annotated[str, typer.Option(help="Policies to compare.")] = "equal_token,adaptive_load,step_balanced", tau: Tau = 1.3,
-             noise: Annotated[float, typer.Option(help="Sigma of each microbatch's lognormal noise.")] = 0.03,
-             step_overhead_s: Annotated[float | None, typer.Option(help="Seconds per step beside microbatches (the fit's by default).")] = None,
-             vae: Vae = "4,8,8", patch: Patch = "1,2,2", caption_bin: CaptionBin = 512, seed: Seed = 0,
-             out: Annotated[Path | None, typer.Option(help="JSON of the figures.")] = None,
-             plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the comparison.")] = None) -> None:
+def simulate(
+    manifest: Manifest = None,
+    fit_file: FitFile = None,
+    model: Model = None,
+    gpu: Gpu = "h200",
+    remat: Remat = "full",
+    ranks: Annotated[str, typer.Option(help="Rank counts, e.g. 8,64,1024.")] = "8",
+    m_mem: Memory = None,
+    memory_gib: MemoryGib = None,
+    m_comp: Compute = None,
+    policies: Annotated[str, typer.Option(help="Policies to compare.")] = "equal_token,adaptive_load,step_balanced",
+    tau: Tau = 1.3,
+    noise: Annotated[float, typer.Option(help="Sigma of each microbatch's lognormal noise.")] = 0.03,
+    step_overhead_s: Annotated[
+        float | None, typer.Option(help="Seconds per step beside microbatches (the fit's by default).")
+    ] = None,
+    vae: Vae = "4,8,8",
+    patch: Patch = "1,2,2",
+    caption_bin: CaptionBin = 512,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON of the figures.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the comparison.")] = None,
+) -> None:
     """Compare policies by simulation, without a GPU.
 
     Example: graphopt simulate --manifest data.parquet --fit fit.json --m-mem 97200 --ranks 8,64 --plot policies.png
@@ -325,7 +430,17 @@ def simulate(manifest: Manifest = None, fit_file: FitFile = None, model: Model =
                 mem = m_mem
                 if policy == "adaptive_load" and mem is None and cost.memory is not None and memory_bytes is not None:
                     mem = (memory_bytes - cost.memory.m0) / cost.memory.m1  # its formula is in tokens
-                made = plan_batches(samples, cost, ranks=n, m_mem=mem, memory_bytes=memory_bytes, m_comp=m_comp, policy=policy, tau=tau, seed=seed)
+                made = plan_batches(
+                    samples,
+                    cost,
+                    ranks=n,
+                    m_mem=mem,
+                    memory_bytes=memory_bytes,
+                    m_comp=m_comp,
+                    policy=policy,
+                    tau=tau,
+                    seed=seed,
+                )
                 results.append((policy, run(made, cost, noise=noise, seed=seed, step_overhead_s=step_overhead_s)))
                 bar(len(results), len(counts) * len(names))
     typer.echo(report.comparison(results))

@@ -1,9 +1,9 @@
 """Units of one shape in, ranks out: LPT, then swaps between the fullest and the emptiest ranks.
 
-All steps of a window are refined together in numpy: pair the i-th fullest with the i-th emptiest rank of each step, try every
-exchange of one unit against one unit or against nothing, keep the one that levels the pair best, repeat.  Where that stalls,
-split the units of a pair afresh in the best of all ways.  Against HiGHS on small cases this ends within 2 % of the optimum
-(tests/schedule/test_oracle.py).
+All steps of a window are refined together in numpy: pair the i-th fullest with the i-th emptiest rank of each step,
+try every exchange of one unit against one unit or against nothing, keep the one that levels the pair best, repeat. 
+Where that stalls, split the units of a pair afresh in the best of all ways.  Against HiGHS on small cases this ends
+within 2 % of the optimum (tests/schedule/test_oracle.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def lpt(step: np.ndarray, cost: np.ndarray, steps: int, ranks: int, speeds: np.n
     order = np.lexsort((-cost, step))
     bounds = np.searchsorted(step[order], np.arange(steps + 1))
     for s in range(steps):
-        units = order[bounds[s]:bounds[s + 1]]
+        units = order[bounds[s] : bounds[s + 1]]
         if speeds is None:
             heap = [(0.0, r) for r in range(ranks)]
             chosen = []
@@ -62,8 +62,17 @@ def _fill_idle(units: np.ndarray, rank: np.ndarray, cost: np.ndarray, ranks: int
         count[r] = 1
 
 
-def refine(step: np.ndarray, rank: np.ndarray, cost: np.ndarray, steps: int, ranks: int, speeds: np.ndarray | None, *,
-           tolerance: float, rounds: int = 60) -> np.ndarray:
+def refine(
+    step: np.ndarray,
+    rank: np.ndarray,
+    cost: np.ndarray,
+    steps: int,
+    ranks: int,
+    speeds: np.ndarray | None,
+    *,
+    tolerance: float,
+    rounds: int = 60,
+) -> np.ndarray:
     """Level the ranks of every step by exchanges; no rank loses its last unit.
 
     Args:
@@ -95,20 +104,35 @@ def refine(step: np.ndarray, rank: np.ndarray, cost: np.ndarray, steps: int, ran
         if not len(todo):
             break
         by_load = np.argsort(time[todo], axis=1, kind="stable")
-        # Extremes are paired first; where that stalls (equal ranks hold equal units), partners are mixed by a fixed stride.
+        # Extremes are paired first; where that stalls (equal ranks hold equal units), partners are mixed by a fixed
+        # stride.
         high, low = by_load[:, ::-1][:, :half], by_load[:, :half]
         if turn % 2:
             low = np.roll(low, (turn // 2 + 1) * max(1, half * 13 // 34) % half, axis=1)
         base = todo[:, None] * ranks
         deep = idle[todo] > 1
         excess = np.maximum(time[todo] - level[todo, None], 0).sum(1)
-        _exchange((base + high).ravel(), (base + low).ravel(), unit, value, load, np.tile(speed, steps),
-                  (level[todo] * tolerance).repeat(half))
+        _exchange(
+            (base + high).ravel(),
+            (base + low).ravel(),
+            unit,
+            value,
+            load,
+            np.tile(speed, steps),
+            (level[todo] * tolerance).repeat(half),
+        )
         if deep.any():
             few = min(half, 16)  # splitting is costly, and the extremes are what a step waits for
             pairs = (base + high)[deep, :few], (base + low)[deep, :few]
-            _repartition(pairs[0].ravel(), pairs[1].ravel(), unit, value, load, np.tile(speed, steps),
-                         level[todo][deep].repeat(pairs[0].shape[1]))
+            _repartition(
+                pairs[0].ravel(),
+                pairs[1].ravel(),
+                unit,
+                value,
+                load,
+                np.tile(speed, steps),
+                level[todo][deep].repeat(pairs[0].shape[1]),
+            )
         after = np.maximum(load.reshape(steps, ranks)[todo] / speed - level[todo, None], 0).sum(1)
         idle[todo] = np.where(after < excess * (1 - 1e-3), 0, idle[todo] + 1)
     out = np.empty(len(step), np.int32)
@@ -117,15 +141,23 @@ def refine(step: np.ndarray, rank: np.ndarray, cost: np.ndarray, steps: int, ran
     return out
 
 
-def _exchange(high: np.ndarray, low: np.ndarray, unit: np.ndarray, value: np.ndarray, load: np.ndarray, speed: np.ndarray,
-              least: np.ndarray) -> None:
-    """Apply the best exchange of each (high, low) pair of cells in place; pairs closer than `least` seconds are left alone."""
+def _exchange(
+    high: np.ndarray,
+    low: np.ndarray,
+    unit: np.ndarray,
+    value: np.ndarray,
+    load: np.ndarray,
+    speed: np.ndarray,
+    least: np.ndarray,
+) -> None:
+    """Apply the best exchange of each (high, low) pair of cells in place; pairs closer than `least` seconds are left
+    alone."""
     gap = load[high] / speed[high] - load[low] / speed[low]
     active = gap > least
     high, low = high[active], low[active]
     width = unit.shape[1]
     for start in range(0, len(high), max(1, PAIRS_AT_ONCE // width**2)):
-        h, low_ = high[start:start + PAIRS_AT_ONCE // width**2], low[start:start + PAIRS_AT_ONCE // width**2]
+        h, low_ = high[start : start + PAIRS_AT_ONCE // width**2], low[start : start + PAIRS_AT_ONCE // width**2]
         # Only the places in use are compared: the table is small although one rank may hold many units.
         used_h = min(width, int((unit[h] >= 0).sum(1).max()))
         used_l = min(width, int((unit[low_] >= 0).sum(1).max()) + 1)  # plus one empty place: a move instead of a swap
@@ -151,35 +183,45 @@ def _exchange(high: np.ndarray, low: np.ndarray, unit: np.ndarray, value: np.nda
         _pack(unit, value, low_)
 
 
-def _repartition(high: np.ndarray, low: np.ndarray, unit: np.ndarray, value: np.ndarray, load: np.ndarray, speed: np.ndarray,
-                 level: np.ndarray) -> None:
-    """Split the units of each pair whose fuller cell is above `level` in the best of all 2^n ways, if it has few units."""
+def _repartition(
+    high: np.ndarray,
+    low: np.ndarray,
+    unit: np.ndarray,
+    value: np.ndarray,
+    load: np.ndarray,
+    speed: np.ndarray,
+    level: np.ndarray,
+) -> None:
+    """Split the units of each pair whose fuller cell is above `level` in the best of all 2^n ways, if it has few
+    units."""
     count = (unit >= 0).sum(1)
-    chosen = (load[high] / speed[high] > level) & (count[high] + count[low] <= DEEP_UNITS) & (load[low] / speed[low] < level)
+    chosen = (
+        (load[high] / speed[high] > level) & (count[high] + count[low] <= DEEP_UNITS) & (load[low] / speed[low] < level)
+    )
     high, low = high[chosen], low[chosen]
     width = min(unit.shape[1], DEEP_UNITS)
     member = (np.arange(1 << DEEP_UNITS)[None] >> np.arange(DEEP_UNITS)[:, None] & 1).astype(np.float64)
     for start in range(0, len(high), 256):
-        h, low_ = high[start:start + 256], low[start:start + 256]
+        h, low_ = high[start : start + 256], low[start : start + 256]
         both = np.concatenate([unit[h][:, :width], unit[low_][:, :width]], 1)
         worth = np.concatenate([value[h][:, :width], value[low_][:, :width]], 1)
         first = np.argsort(both < 0, axis=1, kind="stable")[:, :DEEP_UNITS]  # the real units first; the rest is empty
         both, worth = np.take_along_axis(both, first, 1), np.take_along_axis(worth, first, 1)
         total, n = worth.sum(1), (both >= 0).sum(1)
-        part = worth @ member[:worth.shape[1]]
-        parts = (both >= 0).astype(np.float64) @ member[:worth.shape[1]]
+        part = worth @ member[: worth.shape[1]]
+        parts = (both >= 0).astype(np.float64) @ member[: worth.shape[1]]
         slower = np.maximum(part / speed[h][:, None], (total[:, None] - part) / speed[low_][:, None])
         slower[(parts < 1) | (parts > n[:, None] - 1)] = np.inf  # no cell may end empty
         best = slower.argmin(1)
         ok = slower[np.arange(len(h)), best] < load[h] / speed[h] - 1e-12
         for cell, side in ((h[ok], 1), (low_[ok], 0)):
-            mine = member[:worth.shape[1], best[ok]].T == side
+            mine = side == member[: worth.shape[1], best[ok]].T
             units = np.where(mine, both[ok], -1)
-            order = np.argsort(units < 0, axis=1, kind="stable")[:, :unit.shape[1]]
+            order = np.argsort(units < 0, axis=1, kind="stable")[:, : unit.shape[1]]
             fits = np.take_along_axis(units, order, 1)
             unit[cell], value[cell] = -1, 0.0
-            unit[cell, :fits.shape[1]] = fits
-            value[cell, :fits.shape[1]] = np.where(fits >= 0, np.take_along_axis(worth[ok], order, 1), 0.0)
+            unit[cell, : fits.shape[1]] = fits
+            value[cell, : fits.shape[1]] = np.where(fits >= 0, np.take_along_axis(worth[ok], order, 1), 0.0)
             load[cell] = value[cell].sum(1)
             _pack(unit, value, cell)
 

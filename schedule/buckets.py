@@ -1,7 +1,7 @@
 """Policies with one batch size per bucket: equal tokens, and AdaptiveLoad's dual constraint to the letter.
 
-Both draw batches at random, so ranks get different work in a step; they are here to be compared with, and because trainers
-that cannot change their loop use them.
+Both draw batches at random, so ranks get different work in a step; they are here to be compared with, and because
+trainers that cannot change their loop use them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+
 from graphopt.errors import ConfigError, PlanInfeasible
 
 from . import dealing
@@ -46,7 +47,9 @@ def compute_target(tokens: np.ndarray, m_comp: float, p: float) -> np.ndarray:
     return _floor_div(m_comp, np.asarray(tokens, np.float64) ** p).astype(np.int64)
 
 
-def bucket_table(tokens: list[int] | np.ndarray | ShapeTable, *, m_mem: float, m_comp: float, p: float = 2.0) -> list[dict]:
+def bucket_table(
+    tokens: list[int] | np.ndarray | ShapeTable, *, m_mem: float, m_comp: float, p: float = 2.0
+) -> list[dict]:
     """Batch size of each bucket under both limits, memory hard and compute as a target.
 
     Args:
@@ -65,15 +68,26 @@ def bucket_table(tokens: list[int] | np.ndarray | ShapeTable, *, m_mem: float, m
     by_memory, by_compute = np.floor(m_mem / s).astype(np.int64), compute_target(s, m_comp, p)
     for i in range(len(shapes)):
         if by_memory[i] < 1:
-            raise PlanInfeasible(f"bucket {shapes.name(i)} has {s[i]} tokens, {s[i] - m_mem:g} over the memory limit {m_mem:g}",
-                                 where=f"bucket {shapes.name(i)}", remedy="raise m_mem, use sequence parallelism, or remove it")
-        rows.append({"name": shapes.name(i), "tokens": int(s[i]), "batch": int(max(1, min(by_memory[i], by_compute[i]))),
-                     "binds": "memory" if by_memory[i] <= by_compute[i] else "compute",
-                     "flag": "over compute target" if by_compute[i] < 1 else ""})
+            raise PlanInfeasible(
+                f"bucket {shapes.name(i)} has {s[i]} tokens, {s[i] - m_mem:g} over the memory limit {m_mem:g}",
+                where=f"bucket {shapes.name(i)}",
+                remedy="raise m_mem, use sequence parallelism, or remove it",
+            )
+        rows.append(
+            {
+                "name": shapes.name(i),
+                "tokens": int(s[i]),
+                "batch": int(max(1, min(by_memory[i], by_compute[i]))),
+                "binds": "memory" if by_memory[i] <= by_compute[i] else "compute",
+                "flag": "over compute target" if by_compute[i] < 1 else "",
+            }
+        )
     return rows
 
 
-def plan(problem: Problem, batch: np.ndarray, flags: np.ndarray, first: np.ndarray) -> tuple[Iterator[Window], Leftover, int]:
+def plan(
+    problem: Problem, batch: np.ndarray, flags: np.ndarray, first: np.ndarray
+) -> tuple[Iterator[Window], Leftover, int]:
     """Draw each bucket's samples in random order into batches, and the batches in random order over steps and ranks.
 
     Args:
@@ -84,8 +98,10 @@ def plan(problem: Problem, batch: np.ndarray, flags: np.ndarray, first: np.ndarr
     if p.allowed:
         batch = np.array(p.allowed)[np.maximum(np.searchsorted(p.allowed, batch, "right") - 1, 0)]
         if (batch[np.unique(p.samples.shape_id[p.rows])] > p.cap[np.unique(p.samples.shape_id[p.rows])]).any():
-            raise PlanInfeasible(f"the smallest allowed B = {p.allowed[0]} is over the memory limit for some bucket",
-                                 remedy="allow smaller batches")
+            raise PlanInfeasible(
+                f"the smallest allowed B = {p.allowed[0]} is over the memory limit for some bucket",
+                remedy="allow smaller batches",
+            )
     shape = p.samples.shape_id[p.rows]
     order = np.argsort(shape, kind="stable")
     rows, shape = p.rows[order], shape[order]
@@ -108,33 +124,52 @@ def plan(problem: Problem, batch: np.ndarray, flags: np.ndarray, first: np.ndarr
     if over and p.tail == "pad":
         repeated = per_step - over
         filler = mixed[np.arange(repeated) % len(mixed)]
-        left.repeated = np.sort(np.concatenate([rows[begin[i]:begin[i] + size[i]] for i in filler]))
+        left.repeated = np.sort(np.concatenate([rows[begin[i] : begin[i] + size[i]] for i in filler]))
         mixed, steps = np.concatenate([mixed, filler]), steps + 1
     elif over:
-        tail = mixed[steps * per_step:]
-        left = Leftover.by(p.tail, np.concatenate([rows[begin[i]:begin[i] + size[i]] for i in tail]))
-        mixed = mixed[:steps * per_step]
+        tail = mixed[steps * per_step :]
+        left = Leftover.by(p.tail, np.concatenate([rows[begin[i] : begin[i] + size[i]] for i in tail]))
+        mixed = mixed[: steps * per_step]
         if not steps and p.tail == "carry":
-            raise PlanInfeasible(f"{over} batches do not fill one step of {p.groups} groups x {p.microbatches} microbatches",
-                                 where=p.samples.where, remedy='use fewer ranks, tail="pad" or tail="drop"')
+            raise PlanInfeasible(
+                f"{over} batches do not fill one step of {p.groups} groups x {p.microbatches} microbatches",
+                where=p.samples.where,
+                remedy='use fewer ranks, tail="pad" or tail="drop"',
+            )
     mark = np.where(size < batch[b_shape], PARTIAL, 0).astype(np.uint8) | flags[b_shape]
     return _windows(p, mixed, begin, size, b_shape, mark, rows, per_step, repeated), left, steps
 
 
-def _windows(p: Problem, mixed: np.ndarray, begin: np.ndarray, size: np.ndarray, shape: np.ndarray, mark: np.ndarray,
-             rows: np.ndarray, per_step: int, repeated: int) -> Iterator[Window]:
+def _windows(
+    p: Problem,
+    mixed: np.ndarray,
+    begin: np.ndarray,
+    size: np.ndarray,
+    shape: np.ndarray,
+    mark: np.ndarray,
+    rows: np.ndarray,
+    per_step: int,
+    repeated: int,
+) -> Iterator[Window]:
     """Some whole steps at a time."""
     width = max(1, WINDOW_BATCHES // per_step) * per_step
     for a in range(0, len(mixed), width):
-        b = mixed[a:a + width]
+        b = mixed[a : a + width]
         position = np.arange(a, a + len(b))
         step, rank = position // per_step, position % per_step // p.microbatches
         ends = np.cumsum(size[b])
         index = np.arange(ends[-1]) + np.repeat(begin[b] - (ends - size[b]), size[b])
         flags = mark[b].copy()
         flags[position >= len(mixed) - repeated] |= REPEATED
-        yield Window(step.astype(np.int32), rank.astype(np.int32), slot_numbers(step, rank), shape[b], flags,
-                     np.r_[0, ends].astype(np.int64), rows[index])
+        yield Window(
+            step.astype(np.int32),
+            rank.astype(np.int32),
+            slot_numbers(step, rank),
+            shape[b],
+            flags,
+            np.r_[0, ends].astype(np.int64),
+            rows[index],
+        )
 
 
 def required(value: float | None, name: str, policy: str, remedy: str) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from graphopt.errors import ConfigError
 
 from .shapes import ShapeTable
@@ -42,7 +43,9 @@ class MemoryModel:
 
     def bytes(self, shapes: ShapeTable, shape: np.ndarray, batch: np.ndarray) -> np.ndarray:
         """Predicted peak bytes, int64 [microbatches]."""
-        return np.round(self.m0 + batch * (self.m1 * shapes.tokens[shape] + self.m2 * shapes.caption[shape])).astype(np.int64)
+        return np.round(self.m0 + batch * (self.m1 * shapes.tokens[shape] + self.m2 * shapes.caption[shape])).astype(
+            np.int64
+        )
 
     def cap(self, shapes: ShapeTable, limit: float) -> np.ndarray:
         """Largest B that stays within `limit` bytes, int64 [shapes]; 0 where not even one sample does."""
@@ -89,11 +92,27 @@ class CostFit:
             raise ConfigError(f"unknown cost form {self.form!r}", remedy=f"use one of {', '.join(FORMS)}")
 
     @staticmethod
-    def two_term(a: float, b: float, c: float, *, step_overhead_s: float = 0.0, source: str = "given", p: float = 2.0,
-                 m_comp: float | None = None, memory: MemoryModel | None = None) -> CostFit:
+    def two_term(
+        a: float,
+        b: float,
+        c: float,
+        *,
+        step_overhead_s: float = 0.0,
+        source: str = "given",
+        p: float = 2.0,
+        m_comp: float | None = None,
+        memory: MemoryModel | None = None,
+    ) -> CostFit:
         """a + b * B * S + c * B * S^2 with given coefficients (seconds)."""
-        return CostFit("two_term", {"a": a, "b": b, "c": c}, source=source, step_overhead_s=step_overhead_s, p=p,
-                       m_comp=m_comp, memory=memory)
+        return CostFit(
+            "two_term",
+            {"a": a, "b": b, "c": c},
+            source=source,
+            step_overhead_s=step_overhead_s,
+            p=p,
+            m_comp=m_comp,
+            memory=memory,
+        )
 
     def affine(self, shapes: ShapeTable) -> tuple[np.ndarray, np.ndarray]:
         """(fixed, each): seconds per microbatch and per sample, float64 [shapes].
@@ -115,8 +134,11 @@ class CostFit:
         bad = ~(np.isfinite(each) & (each > 0) & np.isfinite(fixed))
         if bad.any():
             i = int(np.argmax(bad))
-            raise ConfigError(f"the cost model gives {each[i]:.3g} s per sample and {fixed[i]:.3g} s per microbatch for shape "
-                              f"{shapes.name(i)}", remedy="fit again over shapes that cover the data set")
+            raise ConfigError(
+                f"the cost model gives {each[i]:.3g} s per sample and {fixed[i]:.3g} s per microbatch for shape "
+                f"{shapes.name(i)}",
+                remedy="fit again over shapes that cover the data set",
+            )
         return np.maximum(fixed, 0.0), each
 
     def _terms_at(self, shapes: ShapeTable, batch: int) -> np.ndarray:
@@ -145,14 +167,18 @@ class CostFit:
     def of(data: dict[str, Any], where: str = "fit") -> CostFit:
         """From `to_json`."""
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION or "form" not in data:
-            raise ConfigError("this is not a fit of this version of graphopt", where=where, remedy="run `graphopt fit` again")
+            raise ConfigError(
+                "this is not a fit of this version of graphopt", where=where, remedy="run `graphopt fit` again"
+            )
         data = {k: v for k, v in data.items() if k != "schema_version"}
         data["memory"] = MemoryModel(**data["memory"]) if data.get("memory") else None
         data["intervals"] = {k: tuple(v) for k, v in data.get("intervals", {}).items()}
         try:
             return CostFit(**data)
         except TypeError as e:
-            raise ConfigError(f"the fit has unknown or missing entries: {e}", where=where, remedy="run `graphopt fit` again") from e
+            raise ConfigError(
+                f"the fit has unknown or missing entries: {e}", where=where, remedy="run `graphopt fit` again"
+            ) from e
 
     def save(self, path: str | Path) -> None:
         """Write JSON, whole or not at all."""
@@ -166,7 +192,11 @@ class CostFit:
     def describe(self) -> str:
         """One line: form, coefficients, quality, origin."""
         numbers = ", ".join(f"{k} = {v:.4g}" for k, v in self.coefficients.items())
-        quality = "not measured" if self.r2 is None else f"R2 {self.r2:.4f}, mean error {self.mape:.1%}, largest {self.max_error:.1%}"
+        quality = (
+            "not measured"
+            if self.r2 is None
+            else f"R2 {self.r2:.4f}, mean error {self.mape:.1%}, largest {self.max_error:.1%}"
+        )
         return f"{self.form}: {numbers} ({quality}; source: {self.source})"
 
 

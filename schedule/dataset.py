@@ -1,8 +1,8 @@
 """Metadata files in, one shape id per row out.
 
-Accepted: Parquet, CSV, JSONL, or an Arrow table, with columns `frames`, `height`, `width` and optionally a caption length;
-or with a column of token counts.  Read in batches, so that ten million rows need a few hundred megabytes.  A WebDataset
-folder is indexed first (webdataset.py).
+Accepted: Parquet, CSV, JSONL, or an Arrow table, with columns `frames`, `height`, `width` and optionally a caption
+length; or with a column of token counts.  Read in batches, so that ten million rows need a few hundred megabytes.  A
+WebDataset folder is indexed first (webdataset.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
+
 from graphopt.errors import ConfigError, PlanInfeasible
 
 from .shapes import LatentLayout, ShapeTable
@@ -75,23 +76,33 @@ class Samples:
         values, shape_id = np.unique(np.asarray(tokens, dtype=np.int64), return_inverse=True)
         if len(values) and values[0] < 1:
             row = int(np.argmin(tokens))
-            raise PlanInfeasible(f"token count {values[0]} is not positive", where=f"{where}, row {row}",
-                                 remedy="remove the row or correct its size")
+            raise PlanInfeasible(
+                f"token count {values[0]} is not positive",
+                where=f"{where}, row {row}",
+                remedy="remove the row or correct its size",
+            )
         return Samples.of_shapes(shape_id.reshape(-1), ShapeTable.of_tokens(values), where)
 
 
-def read_samples(source: str | Path | pa.Table | Samples, *, layout: LatentLayout | None = None, caption_bin: int = 512,
-                 columns: dict[str, str] | None = None) -> Samples:
+def read_samples(
+    source: str | Path | pa.Table | Samples,
+    *,
+    layout: LatentLayout | None = None,
+    caption_bin: int = 512,
+    columns: dict[str, str] | None = None,
+) -> Samples:
     """Read a data set's metadata.
 
     Args:
         source: a Parquet, CSV or JSONL file, an Arrow table, or `Samples` (returned as they are).
         layout: VAE and patch factors; not used when the file gives token counts.
-        caption_bin: caption lengths are rounded up to a multiple of this (trainers pad to a fixed length; 512 is Wan's).
+        caption_bin: caption lengths are rounded up to a multiple of this (trainers pad to a fixed length; 512 is
+            Wan's).
         columns: the file's own column names, e.g. `{"frames": "nf"}`; the usual spellings are found without it.
 
     Raises:
-        PlanInfeasible: empty data set, a size that is null, zero, negative or absurd, a duplicate id (with row and file).
+        PlanInfeasible: empty data set, a size that is null, zero, negative or absurd, a duplicate id (with row and
+            file).
         ConfigError: a missing column, an unreadable file, an unknown file type.
     """
     if isinstance(source, Samples):
@@ -118,7 +129,9 @@ def read_samples(source: str | Path | pa.Table | Samples, *, layout: LatentLayou
             ids.append(batch.column(names["id"]))
         rows += batch.num_rows
     if not rows:
-        raise PlanInfeasible("the data set has no rows", where=where, remedy="check the path or the filter that made it")
+        raise PlanInfeasible(
+            "the data set has no rows", where=where, remedy="check the path or the filter that made it"
+        )
     digest.update(str(rows).encode())
     chunked = pa.chunked_array(ids) if ids else None
     if chunked is not None:
@@ -132,8 +145,11 @@ def _open(source: str | Path | pa.Table, where: str) -> tuple[pa.Schema, Iterato
         return source.schema, iter(source.to_batches(max_chunksize=BATCH_ROWS))
     path = Path(source)
     if not path.is_file():
-        raise ConfigError("the data set's metadata file does not exist", where=where,
-                          remedy="give a Parquet, CSV or JSONL file (index WebDataset shards with `graphopt plan index`)")
+        raise ConfigError(
+            "the data set's metadata file does not exist",
+            where=where,
+            remedy="give a Parquet, CSV or JSONL file (index WebDataset shards with `graphopt plan index`)",
+        )
     if not path.stat().st_size:
         raise PlanInfeasible("the metadata file is empty", where=where, remedy="check how it was written")
     try:
@@ -146,8 +162,9 @@ def _open(source: str | Path | pa.Table, where: str) -> tuple[pa.Schema, Iterato
         elif path.suffix in (".jsonl", ".ndjson"):
             table = pa.json.read_json(path)
         else:
-            raise ConfigError(f"unknown metadata file type {path.suffix!r}", where=where,
-                              remedy="use .parquet, .csv, .tsv or .jsonl")
+            raise ConfigError(
+                f"unknown metadata file type {path.suffix!r}", where=where, remedy="use .parquet, .csv, .tsv or .jsonl"
+            )
     except (pa.ArrowInvalid, OSError) as e:
         raise ConfigError(f"the metadata file cannot be read: {e}", where=where, remedy="rewrite the file") from e
     return table.schema, iter(table.to_batches(max_chunksize=BATCH_ROWS))
@@ -159,10 +176,13 @@ def _parquet_batches(parquet: pq.ParquetFile, where: str) -> Iterator[pa.RecordB
     keep = [n for n in parquet.schema_arrow.names if n.lower() in wanted]
     try:
         # Every column is kept when none has a usual name: the user named them with `columns=`.
-        yield from parquet.iter_batches(batch_size=BATCH_ROWS, columns=keep if len(keep) > 1 or "tokens" in keep else None)
+        yield from parquet.iter_batches(
+            batch_size=BATCH_ROWS, columns=keep if len(keep) > 1 or "tokens" in keep else None
+        )
     except (pa.ArrowInvalid, OSError) as e:
-        raise ConfigError(f"a row group of the metadata file cannot be read: {e}", where=where,
-                          remedy="rewrite the file") from e
+        raise ConfigError(
+            f"a row group of the metadata file cannot be read: {e}", where=where, remedy="rewrite the file"
+        ) from e
 
 
 def _columns(schema: pa.Schema, given: dict[str, str], where: str) -> dict[str, str]:
@@ -175,8 +195,11 @@ def _columns(schema: pa.Schema, given: dict[str, str], where: str) -> dict[str, 
     for role, aliases in ALIASES.items():
         if role in given:
             if given[role] not in schema.names:
-                raise ConfigError(f"there is no column {given[role]!r} (for {role})", where=where,
-                                  remedy=f"the file has: {', '.join(schema.names)}")
+                raise ConfigError(
+                    f"there is no column {given[role]!r} (for {role})",
+                    where=where,
+                    remedy=f"the file has: {', '.join(schema.names)}",
+                )
             found[role] = given[role]
         else:
             hit = next((lower[a] for a in aliases if a in lower), None)
@@ -186,9 +209,12 @@ def _columns(schema: pa.Schema, given: dict[str, str], where: str) -> dict[str, 
         return {k: v for k, v in found.items() if k in ("tokens", "caption", "id")}
     missing = [k for k in ("frames", "height", "width") if k not in found]
     if missing:
-        raise ConfigError(f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}", where=where,
-                          remedy=f"the file has: {', '.join(schema.names)}; name yours with columns={{...}} "
-                                 "(images have frames = 1), or give a column `tokens`")
+        raise ConfigError(
+            f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
+            where=where,
+            remedy=f"the file has: {', '.join(schema.names)}; name yours with columns={{...}} "
+            "(images have frames = 1), or give a column `tokens`",
+        )
     found.pop("tokens", None)
     return found
 
@@ -202,19 +228,30 @@ def _sizes(column: pa.Array, role: str, name: str, first_row: int, where: str) -
     try:
         values = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
     except pa.ArrowInvalid as e:
-        raise PlanInfeasible(f"column {name!r} ({column.type}) does not hold whole numbers: {e}", where=where,
-                             remedy="convert it to integers") from e
+        raise PlanInfeasible(
+            f"column {name!r} ({column.type}) does not hold whole numbers: {e}",
+            where=where,
+            remedy="convert it to integers",
+        ) from e
     bad = (values < least) | (values >= LIMIT[role])
     if bad.any():
         row = int(np.argmax(bad))
-        raise PlanInfeasible(f"{name} = {values[row]} is outside [{least}, {LIMIT[role]})",
-                             where=f"{where}, row {first_row + row} ({int(bad.sum())} such rows in its batch)",
-                             remedy="remove or correct these rows")
+        raise PlanInfeasible(
+            f"{name} = {values[row]} is outside [{least}, {LIMIT[role]})",
+            where=f"{where}, row {first_row + row} ({int(bad.sum())} such rows in its batch)",
+            remedy="remove or correct these rows",
+        )
     return values
 
 
-def _shape_ids(values: dict[str, np.ndarray], table: dict[tuple[int, ...], int], layout: LatentLayout, caption_bin: int,
-               first_row: int, where: str) -> np.ndarray:
+def _shape_ids(
+    values: dict[str, np.ndarray],
+    table: dict[tuple[int, ...], int],
+    layout: LatentLayout,
+    caption_bin: int,
+    first_row: int,
+    where: str,
+) -> np.ndarray:
     """Shape id of each row; new shapes are appended to `table`."""
     caption = values.get("caption")
     padded = np.zeros(1, np.int64) if caption is None else -(-caption // caption_bin) * caption_bin
@@ -226,7 +263,9 @@ def _shape_ids(values: dict[str, np.ndarray], table: dict[tuple[int, ...], int],
         key = (values["frames"] << 43) | (values["height"] << 28) | (values["width"] << 13)
         # caption <= 2^13, in bins, so its bin number fits the low 13 bits.
         keyed = key | (padded // caption_bin)
-    encoded = pa.array(np.ascontiguousarray(np.broadcast_to(keyed, (len(next(iter(values.values()))),)))).dictionary_encode()
+    encoded = pa.array(
+        np.ascontiguousarray(np.broadcast_to(keyed, (len(next(iter(values.values()))),)))
+    ).dictionary_encode()
     index = encoded.indices.to_numpy()
     _, at = np.unique(index, return_index=True)  # dictionary order is order of first appearance
     if "tokens" in values:
@@ -236,8 +275,11 @@ def _shape_ids(values: dict[str, np.ndarray], table: dict[tuple[int, ...], int],
     tokens = grid[0] * grid[1] * grid[2]
     if (tokens < 1).any():
         row = first_row + int(at[np.argmax(tokens < 1)])
-        raise PlanInfeasible("a sample is smaller than one patch: it has no tokens", where=f"{where}, row {row}",
-                             remedy=f"remove it (VAE {layout.vae}, patch {layout.patch})")
+        raise PlanInfeasible(
+            "a sample is smaller than one patch: it has no tokens",
+            where=f"{where}, row {row}",
+            remedy=f"remove it (VAE {layout.vae}, patch {layout.patch})",
+        )
     caption_at = np.broadcast_to(padded, (len(index),))[at]
     local = np.empty(len(at), np.int32)
     for i, shape in enumerate(zip(*(g.tolist() for g in grid), caption_at.tolist())):
@@ -254,5 +296,8 @@ def _refuse_duplicates(ids: pa.ChunkedArray, where: str) -> None:
     counts: Any = pc.value_counts(ids)
     twice = pc.filter(counts, pc.greater(pc.struct_field(counts, "counts"), 1))
     first = twice[0].as_py()
-    raise PlanInfeasible(f"{len(twice)} ids occur more than once; the first is {first['values']!r} ({first['counts']} times)",
-                         where=f"{where}, row {pc.index(ids, twice[0]['values']).as_py()}", remedy="make ids distinct")
+    raise PlanInfeasible(
+        f"{len(twice)} ids occur more than once; the first is {first['values']!r} ({first['counts']} times)",
+        where=f"{where}, row {pc.index(ids, twice[0]['values']).as_py()}",
+        remedy="make ids distinct",
+    )

@@ -40,8 +40,8 @@ def deal(cost: np.ndarray, steps: int, seed: int, epoch: int, stream: int = DEAL
     """Deal things, sorted from costly to cheap, to steps of equal size and nearly equal cost.
 
     A stratum is `steps` consecutive things; each step gets one of each stratum, so that every step's composition is the
-    corpus's.  Within a stratum the costlier things go to the steps that have cost less so far; the first stratum, and steps
-    with equal cost, in random order.
+    corpus's.  Within a stratum the costlier things go to the steps that have cost less so far; the first stratum, and
+    steps with equal cost, in random order.
 
     Args:
         cost: float64 [n], descending, seconds.
@@ -54,9 +54,9 @@ def deal(cost: np.ndarray, steps: int, seed: int, epoch: int, stream: int = DEAL
     load = np.zeros(steps)
     jitter = permutation(steps, seed, epoch, stream)
     for start in range(0, len(cost), steps):
-        part = cost[start:start + steps]
-        chosen = jitter[np.argsort(load[jitter], kind="stable")][:len(part)]
-        step[start:start + len(part)] = chosen
+        part = cost[start : start + steps]
+        chosen = jitter[np.argsort(load[jitter], kind="stable")][: len(part)]
+        step[start : start + len(part)] = chosen
         load[chosen] += part
     return step
 

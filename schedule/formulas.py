@@ -1,7 +1,7 @@
 """FLOP formulas that torch's registry lacks, and which ops must have one.
 
-Counting follows torch.utils.flop_counter: a multiply-add is two operations, elementwise work is not counted, and a fused
-attention's backward counts five matrix products (one is recomputed), an unfused one four.
+Counting follows torch.utils.flop_counter: a multiply-add is two operations, elementwise work is not counted, and a
+fused attention's backward counts five matrix products (one is recomputed), an unfused one four.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 aten = torch.ops.aten
 
 # Ops whose name says that they multiply matrices, convolve, attend or transform: without a formula they are an error.
-COMPUTES = re.compile(r"(^|_)(mm|bmm|addmm|baddbmm|addbmm|matmul|mv|addmv|dot|vdot|ger|addr|linear|einsum|tensordot|inner|outer|"
-                      r"conv(?!ert)\w*|attention|attn|sdpa|lstm|gru|rnn|fft\w*|cdist|bilinear|linalg\w*|cholesky\w*|svd|"
-                      r"qr|inverse|lu|solve\w*|grid_sampler\w*|deform\w*)(_|$)|_mm|attention|convolution")
-# What these namespaces hold besides is elementwise, reduction, view, index or random; other namespaces are unknown work.
+COMPUTES = re.compile(
+    r"(^|_)(mm|bmm|addmm|baddbmm|addbmm|matmul|mv|addmv|dot|vdot|ger|addr|linear|einsum|tensordot|inner|outer|"
+    r"conv(?!ert)\w*|attention|attn|sdpa|lstm|gru|rnn|fft\w*|cdist|bilinear|linalg\w*|cholesky\w*|svd|"
+    r"qr|inverse|lu|solve\w*|grid_sampler\w*|deform\w*)(_|$)|_mm|attention|convolution"
+)
+# What these namespaces hold besides is elementwise, reduction, view, index or random; other namespaces are unknown
+# work.
 KNOWN = {"aten", "prims", "prim", "_operator", "rngprims", "inductor_prims"}
 
 
@@ -28,7 +31,9 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
+def _attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any
+) -> Any:
     """Fused attention backward: five matrix products."""
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
@@ -51,7 +56,10 @@ def _addmv(c: Any, a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: An
 OURS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    aten.dot: _dot, aten.vdot: _dot, aten.mv: _mv, aten.addmv: _addmv,
+    aten.dot: _dot,
+    aten.vdot: _dot,
+    aten.mv: _mv,
+    aten.addmv: _addmv,
 }
 
 

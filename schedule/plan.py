@@ -1,8 +1,9 @@
 """The plan: every optimizer step's microbatches, per rank, with what was left over.
 
-On disk it is a folder: `manifest.json` (schema version, data-set fingerprint, layout of ranks, limits, cost model, totals,
-sha256 of each part), `steps.parquet` (one row per step) and `part-00000.parquet`, ... (one row per microbatch, sorted by step,
-rank, k).  Everything in it follows from the inputs: no dates, no host names, so that equal inputs give equal bytes.
+On disk it is a folder: `manifest.json` (schema version, data-set fingerprint, layout of ranks, limits, cost model,
+totals, sha256 of each part), `steps.parquet` (one row per step) and `part-00000.parquet`, ... (one row per microbatch,
+sorted by step, rank, k).  Everything in it follows from the inputs: no dates, no host names, so that equal inputs give
+equal bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from graphopt.errors import ConfigError, PlanInfeasible
 
 from .dataset import Samples
@@ -26,13 +28,32 @@ from .problem import FLAG_NAMES
 from .shapes import ShapeTable
 
 SCHEMA_VERSION = 1
-PART = pa.schema([
-    ("step", pa.int32()), ("rank", pa.int32()), ("k", pa.int32()), ("microbatches", pa.int32()), ("shape", pa.int32()),
-    ("batch", pa.int32()), ("tokens", pa.int64()), ("cost_s", pa.float64()), ("bytes", pa.int64()), ("flags", pa.uint8()),
-    ("samples", pa.list_(pa.uint32()))])
-STEPS = pa.schema([
-    ("step", pa.int32()), ("tokens", pa.int64()), ("samples", pa.int64()), ("microbatches", pa.int32()),
-    ("mean_s", pa.float64()), ("max_s", pa.float64()), ("bytes_max", pa.int64())])
+PART = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("rank", pa.int32()),
+        ("k", pa.int32()),
+        ("microbatches", pa.int32()),
+        ("shape", pa.int32()),
+        ("batch", pa.int32()),
+        ("tokens", pa.int64()),
+        ("cost_s", pa.float64()),
+        ("bytes", pa.int64()),
+        ("flags", pa.uint8()),
+        ("samples", pa.list_(pa.uint32())),
+    ]
+)
+STEPS = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("tokens", pa.int64()),
+        ("samples", pa.int64()),
+        ("microbatches", pa.int32()),
+        ("mean_s", pa.float64()),
+        ("max_s", pa.float64()),
+        ("bytes_max", pa.int64()),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +162,9 @@ class Plan:
             rank: 0 <= rank < ranks; ranks of one sequence-parallel group get the same microbatches.
         """
         if not 0 <= rank < self.ranks:
-            raise ConfigError(f"rank {rank} is not in the plan's {self.ranks} ranks", remedy="plan again for this world size")
+            raise ConfigError(
+                f"rank {rank} is not in the plan's {self.ranks} ranks", remedy="plan again for this world size"
+            )
         out: list[list[Microbatch]] = [[] for _ in range(len(self))]
         for mb in self.microbatches(rank=rank // (self.ranks // self.groups)):
             out[mb.step].append(mb)
@@ -152,14 +175,24 @@ class Plan:
         for part in self.parts:
             kept = part if rank is None else part.filter(pa.compute.equal(part.column("rank"), rank))
             for r in kept.to_pylist():
-                yield Microbatch(r["step"], r["rank"], r["k"], r["microbatches"], r["shape"], r["samples"], r["tokens"],
-                                 r["cost_s"], r["bytes"], r["flags"])
+                yield Microbatch(
+                    r["step"],
+                    r["rank"],
+                    r["k"],
+                    r["microbatches"],
+                    r["shape"],
+                    r["samples"],
+                    r["tokens"],
+                    r["cost_s"],
+                    r["bytes"],
+                    r["flags"],
+                )
 
     def remaining(self, step: int) -> np.ndarray:
         """Rows of the steps from `step` on, ascending: what a re-plan for another world size has to cover."""
         rows, offsets = self.samples()
         first = int(np.searchsorted(self.column("step"), step))
-        return np.sort(rows[offsets[first]:]).astype(np.int64)
+        return np.sort(rows[offsets[first] :]).astype(np.int64)
 
     def check_dataset(self, samples: Samples) -> None:
         """Raise PlanInfeasible if this plan was made for another data set."""
@@ -167,8 +200,10 @@ class Plan:
             made = self.manifest["dataset"]
             raise PlanInfeasible(
                 f"the plan was made for another data set ({made['rows']} rows, fingerprint {made['fingerprint'][:12]}); this one "
-                f"has {len(samples)} rows and fingerprint {samples.fingerprint[:12]}", where=samples.where,
-                remedy="plan again, with the same layout and caption_bin if the file is the same")
+                f"has {len(samples)} rows and fingerprint {samples.fingerprint[:12]}",
+                where=samples.where,
+                remedy="plan again, with the same layout and caption_bin if the file is the same",
+            )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the plan folder: all of it or nothing."""
@@ -183,7 +218,8 @@ class Plan:
         """Read a plan folder; every part is compared with its sha256.
 
         Raises:
-            PlanInfeasible: a part is missing, truncated or changed. ConfigError: not a plan, or of another schema version.
+            PlanInfeasible: a part is missing, truncated or changed. ConfigError: not a plan, or of another schema
+                version.
         """
         folder = Path(path)
         manifest = read_manifest(folder)
@@ -200,26 +236,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """`manifest.json` of a plan folder, its version checked."""
     file = folder / "manifest.json"
     if not file.is_file():
-        raise ConfigError("this is not a plan folder: it has no manifest.json", where=str(folder),
-                          remedy="give the folder that `graphopt plan` or plan.save wrote")
+        raise ConfigError(
+            "this is not a plan folder: it has no manifest.json",
+            where=str(folder),
+            remedy="give the folder that `graphopt plan` or plan.save wrote",
+        )
     try:
         manifest = json.loads(file.read_bytes())
     except ValueError as e:
         raise PlanInfeasible(f"manifest.json is not valid JSON: {e}", where=str(file), remedy="plan again") from e
     if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError(f"the plan has schema version {manifest.get('schema_version') if isinstance(manifest, dict) else None}; "
-                          f"this graphopt reads version {SCHEMA_VERSION}", where=str(file), remedy="plan again")
+        raise ConfigError(
+            f"the plan has schema version {manifest.get('schema_version') if isinstance(manifest, dict) else None}; "
+            f"this graphopt reads version {SCHEMA_VERSION}",
+            where=str(file),
+            remedy="plan again",
+        )
     return manifest
 
 
 def _read_part(file: Path, digest: str) -> pa.Table:
     """One Parquet file, compared with the manifest."""
     if not file.is_file():
-        raise PlanInfeasible("a part of the plan is missing", where=str(file), remedy="copy the whole folder, or plan again")
+        raise PlanInfeasible(
+            "a part of the plan is missing", where=str(file), remedy="copy the whole folder, or plan again"
+        )
     data = file.read_bytes()
     if hashlib.sha256(data).hexdigest() != digest:
-        raise PlanInfeasible("a part of the plan is corrupt: its sha256 is not the manifest's", where=str(file),
-                             remedy="copy the folder again, or plan again")
+        raise PlanInfeasible(
+            "a part of the plan is corrupt: its sha256 is not the manifest's",
+            where=str(file),
+            remedy="copy the folder again, or plan again",
+        )
     return pq.read_table(pa.BufferReader(data))
 
 
@@ -228,9 +276,14 @@ class PlanWriter:
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
         self.path = Path(path)
-        if self.path.exists() and not (overwrite and ((self.path / "manifest.json").is_file() or not any(self.path.iterdir()))):
-            raise ConfigError("the plan's folder exists", where=str(path),
-                              remedy="choose another path" if overwrite else "choose another path, or overwrite=True")
+        if self.path.exists() and not (
+            overwrite and ((self.path / "manifest.json").is_file() or not any(self.path.iterdir()))
+        ):
+            raise ConfigError(
+                "the plan's folder exists",
+                where=str(path),
+                remedy="choose another path" if overwrite else "choose another path, or overwrite=True",
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.digests: dict[str, str] = {}
 
@@ -243,9 +296,14 @@ class PlanWriter:
 
     def _write(self, name: str, table: pa.Table) -> None:
         # Sample ids are random and do not compress; dictionaries would only cost time.
-        pq.write_table(table, self.temporary / name, compression="zstd", use_dictionary=["step", "rank", "k", "shape"]
-                       if "k" in table.schema.names else False, write_statistics=["step", "rank"] if "k" in table.schema.names else False,
-                       row_group_size=1 << 18)
+        pq.write_table(
+            table,
+            self.temporary / name,
+            compression="zstd",
+            use_dictionary=["step", "rank", "k", "shape"] if "k" in table.schema.names else False,
+            write_statistics=["step", "rank"] if "k" in table.schema.names else False,
+            row_group_size=1 << 18,
+        )
         self.digests[name] = hashlib.sha256((self.temporary / name).read_bytes()).hexdigest()
 
     def add(self, part: pa.Table) -> None:
@@ -253,7 +311,8 @@ class PlanWriter:
         self._write(f"part-{len(self.digests):05d}.parquet", part)
 
     def finish(self, manifest: dict[str, Any], step_table: pa.Table) -> dict[str, Any]:
-        """Write the step table and the manifest, and rename the folder into place.  Returns the manifest with the digests."""
+        """Write the step table and the manifest, and rename the folder into place.  Returns the manifest with the
+        digests."""
         parts = self.digests
         self.digests = {}
         self._write("steps.parquet", step_table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from graphopt.errors import PlanInfeasible
 
 from .dataset import Samples
@@ -78,16 +79,18 @@ class Problem:
             f"{len(rows)} samples do not fit in memory{'' if self.atom == 1 else f' at the smallest allowed B = {self.atom}'}: "
             f"{shown}{', ...' if len(rows) > 10 else ''}",
             where=f"{self.samples.where}; buckets {shapes}{', ...' if len(bad) > 5 else ''}; the largest sample has "
-                  f"{self.tokens[worst]} tokens",
+            f"{self.tokens[worst]} tokens",
             remedy="raise m_mem, use sequence parallelism (sp=2, 4, ...), or remove these samples; they are never cut or "
-                   "run over the cap")
+            "run over the cap",
+        )
 
 
 @dataclass
 class Window:
     """Microbatches of some consecutive steps, as columns; `rows[offsets[i]:offsets[i + 1]]` are microbatch i's samples.
 
-    Sorted by (step, rank, k).  `rank` is the data-parallel group.  All integer arrays; offsets int64 [microbatches + 1].
+    Sorted by (step, rank, k).  `rank` is the data-parallel group.  All integer arrays; offsets int64 [microbatches +
+    1].
     """
 
     step: np.ndarray
@@ -145,7 +148,8 @@ def split_sizes(total: np.ndarray, most: np.ndarray, allowed: tuple[int, ...] | 
 
     Args:
         total: int64 [groups], samples to split. most: int64 [groups], largest B of each.
-        allowed: batch sizes to use (each total must be a multiple of the smallest), or None: as few and as even as possible.
+        allowed: batch sizes to use (each total must be a multiple of the smallest), or None: as few and as even as
+            possible.
 
     Returns:
         (group, B) of each microbatch, int64; microbatches of one group are consecutive.

@@ -1,4 +1,5 @@
-"""A plan as text and as one self-contained HTML page; a comparison of simulated policies as text and as a plot; a fit's plot."""
+"""A plan as text and as one self-contained HTML page; a comparison of simulated policies as text and as a plot; a
+fit's plot."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from graphopt.errors import ConfigError
 
 from .costmodel import CostFit
@@ -27,10 +29,20 @@ def buckets(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for s in np.unique(shape):
         mine = shape == s
-        rows.append({"name": plan.shapes.name(int(s)), "tokens": int(plan.shapes.tokens[s]), "samples": int(batch[mine].sum()),
-                     "microbatches": int(mine.sum()), "b_min": int(batch[mine].min()), "b_max": int(batch[mine].max()),
-                     "token_share": float(tokens[mine].sum() / tokens.sum()), "cost_share": float(cost[mine].sum() / cost.sum()),
-                     "largest": int(tokens[mine].max()), "flagged": int((plan.column("flags")[mine] > 0).sum())})
+        rows.append(
+            {
+                "name": plan.shapes.name(int(s)),
+                "tokens": int(plan.shapes.tokens[s]),
+                "samples": int(batch[mine].sum()),
+                "microbatches": int(mine.sum()),
+                "b_min": int(batch[mine].min()),
+                "b_max": int(batch[mine].max()),
+                "token_share": float(tokens[mine].sum() / tokens.sum()),
+                "cost_share": float(cost[mine].sum() / cost.sum()),
+                "largest": int(tokens[mine].max()),
+                "flagged": int((plan.column("flags")[mine] > 0).sum()),
+            }
+        )
     return sorted(rows, key=lambda r: -r["tokens"])
 
 
@@ -38,34 +50,58 @@ def origin(plan: Plan) -> str:
     """Where the plan's times come from, in words."""
     model = plan.manifest["cost_model"]
     if model["source"] == "symbolic":
-        return (f"symbolic cost of {model['key'].get('model', 'the model')} and a description of {model['key'].get('gpu', 'the GPU')}; "
-                "nothing was measured")
+        return (
+            f"symbolic cost of {model['key'].get('model', 'the model')} and a description of {model['key'].get('gpu', 'the GPU')}; "
+            "nothing was measured"
+        )
     if model["r2"] is None:
         return f"given coefficients ({model['source']})"
-    return f"fit of measured runs: R2 {model['r2']:.4f}, mean error {model['mape']:.1%}, largest {model['max_error']:.1%}"
+    return (
+        f"fit of measured runs: R2 {model['r2']:.4f}, mean error {model['mape']:.1%}, largest {model['max_error']:.1%}"
+    )
 
 
 def summary(plan: Plan) -> list[tuple[str, str]]:
     """Name and value of what a reader asks first."""
     m, total, predicted = plan.manifest, plan.manifest["totals"], plan.manifest["predicted"]
-    left = ", ".join(f"{len(m[k])} {k}" for k in ("dropped", "carried", "repeated") if m[k]) or "every sample exactly once"
+    left = (
+        ", ".join(f"{len(m[k])} {k}" for k in ("dropped", "carried", "repeated") if m[k]) or "every sample exactly once"
+    )
     memory = [f"{m['limits']['m_mem']:,.0f} tokens"] if m["limits"]["m_mem"] else []
     memory += [f"{m['limits']['memory_bytes'] / 2**30:.1f} GiB"] if m["limits"]["memory_bytes"] else []
     peak = plan.column("bytes") if all(p.column("bytes").null_count == 0 for p in plan.parts) else None
-    largest = f"{int(plan.column('tokens').max()):,} tokens" + (f", {peak.max() / 2**30:.1f} GiB" if peak is not None else "")
+    largest = f"{int(plan.column('tokens').max()):,} tokens" + (
+        f", {peak.max() / 2**30:.1f} GiB" if peak is not None else ""
+    )
     sp = f", {m['layout']['sp']} per sequence-parallel group" if m["layout"]["sp"] > 1 else ""
-    rows = [("policy", f"{m['policy']}, ranks meet once a {m['layout']['sync']}, tau {m['limits']['tau']}"),
-            ("ranks", f"{plan.ranks}{sp}"), ("steps", f"{len(plan):,}"),
-            ("samples", f"{total['samples']:,} of {m['dataset']['rows']:,}: {left}"),
-            ("microbatches", f"{total['microbatches']:,} ({total['microbatches'] / len(plan) / plan.groups:.2f} per rank and step), "
-                             f"{total['shape_batch_pairs']} different (shape, B)"),
-            ("tokens per step", f"{total['tokens'] / len(plan):,.0f}, CV {predicted['token_cv']:.2%}"),
-            ("memory limit", f"{' and '.join(memory)}; largest microbatch {largest}"
-             + (f"; {total['over_memory']} microbatches OVER it" if total["over_memory"] else "")),
-            ("predicted step", f"{predicted['step_s_mean']:.2f} s, CV {predicted['step_cv']:.2%}; epoch {predicted['epoch_s'] / 3600:.2f} h"),
-            ("predicted imbalance", f"{predicted['imbalance_mean']:.2%} (worst step {predicted['imbalance_worst']:.2%}), bubble "
-                                    f"{predicted['bubble']:.2%}"),
-            ("times from", origin(plan)), ("plan", plan.hash[:16])]
+    rows = [
+        ("policy", f"{m['policy']}, ranks meet once a {m['layout']['sync']}, tau {m['limits']['tau']}"),
+        ("ranks", f"{plan.ranks}{sp}"),
+        ("steps", f"{len(plan):,}"),
+        ("samples", f"{total['samples']:,} of {m['dataset']['rows']:,}: {left}"),
+        (
+            "microbatches",
+            f"{total['microbatches']:,} ({total['microbatches'] / len(plan) / plan.groups:.2f} per rank and step), "
+            f"{total['shape_batch_pairs']} different (shape, B)",
+        ),
+        ("tokens per step", f"{total['tokens'] / len(plan):,.0f}, CV {predicted['token_cv']:.2%}"),
+        (
+            "memory limit",
+            f"{' and '.join(memory)}; largest microbatch {largest}"
+            + (f"; {total['over_memory']} microbatches OVER it" if total["over_memory"] else ""),
+        ),
+        (
+            "predicted step",
+            f"{predicted['step_s_mean']:.2f} s, CV {predicted['step_cv']:.2%}; epoch {predicted['epoch_s'] / 3600:.2f} h",
+        ),
+        (
+            "predicted imbalance",
+            f"{predicted['imbalance_mean']:.2%} (worst step {predicted['imbalance_worst']:.2%}), bubble "
+            f"{predicted['bubble']:.2%}",
+        ),
+        ("times from", origin(plan)),
+        ("plan", plan.hash[:16]),
+    ]
     return rows + [("warning", w) for w in plan.warnings]
 
 
@@ -76,8 +112,10 @@ def text(plan: Plan, *, step: int | None = None, most: int = 30) -> str:
     rows = buckets(plan)
     for r in rows[:most]:
         b = str(r["b_min"]) if r["b_min"] == r["b_max"] else f"{r['b_min']}-{r['b_max']}"
-        lines.append(f"{r['name']:>20} {r['tokens']:>9,} {r['samples']:>10,} {r['microbatches']:>9,} {b:>9} {r['token_share']:>9.1%} "
-                     f"{r['cost_share']:>7.1%}" + (f"  {r['flagged']} flagged" if r["flagged"] else ""))
+        lines.append(
+            f"{r['name']:>20} {r['tokens']:>9,} {r['samples']:>10,} {r['microbatches']:>9,} {b:>9} {r['token_share']:>9.1%} "
+            f"{r['cost_share']:>7.1%}" + (f"  {r['flagged']} flagged" if r["flagged"] else "")
+        )
     if len(rows) > most:
         lines.append(f"{'...':>20} {len(rows) - most} more buckets")
     for name in ("dropped", "carried", "repeated"):
@@ -90,8 +128,10 @@ def text(plan: Plan, *, step: int | None = None, most: int = 30) -> str:
         lines += ["", f"step {step}"]
         for mb in plan.microbatches():
             if mb.step == step:
-                lines.append(f"  rank {mb.rank:>4}  {mb.k + 1}/{mb.microbatches}  {plan.shapes.name(mb.shape):>16} x {len(mb.samples):<4}"
-                             f" {mb.tokens:>8,} tokens {mb.cost_s:>8.2f} s  {mb.flag}")
+                lines.append(
+                    f"  rank {mb.rank:>4}  {mb.k + 1}/{mb.microbatches}  {plan.shapes.name(mb.shape):>16} x {len(mb.samples):<4}"
+                    f" {mb.tokens:>8,} tokens {mb.cost_s:>8.2f} s  {mb.flag}"
+                )
     return "\n".join(lines)
 
 
@@ -126,15 +166,28 @@ def plots(plan: Plan) -> dict[str, str]:
     f = _figure(10, 3.2)
     ax = f.subplots()
     relative = load / longest[:, None]
-    image = ax.imshow(relative[shown].T, aspect="auto", cmap="viridis", vmin=min(0.8, float(relative.min())), vmax=1, interpolation="nearest",
-                      extent=(-0.5, steps - 0.5, plan.groups - 0.5, -0.5))
+    image = ax.imshow(
+        relative[shown].T,
+        aspect="auto",
+        cmap="viridis",
+        vmin=min(0.8, float(relative.min())),
+        vmax=1,
+        interpolation="nearest",
+        extent=(-0.5, steps - 0.5, plan.groups - 0.5, -0.5),
+    )
     ax.set(xlabel="step", ylabel="data-parallel group", title="Busy share of each rank's step (1 = never waits)")
     f.colorbar(image, ax=ax)
     out["load"] = _png(f)
     f = _figure(10, 2.6)
     ax = f.subplots()
     ax.plot(shown, 100 * (1 - mean / longest)[shown], lw=0.8, color="#b2182b")
-    ax.set(xlabel="step", ylabel="waiting, %", title="Bubble of each step (predicted, without noise)", ylim=(0, None), xlim=(0, max(1, steps - 1)))
+    ax.set(
+        xlabel="step",
+        ylabel="waiting, %",
+        title="Bubble of each step (predicted, without noise)",
+        ylim=(0, None),
+        xlim=(0, max(1, steps - 1)),
+    )
     ax.grid(alpha=0.3)
     out["bubble"] = _png(f)
     out["mix"] = _mix(plan, shown)
@@ -151,10 +204,12 @@ def _mix(plan: Plan, shown: np.ndarray) -> str:
     np.add.at(tokens, (group, plan.column("step")), plan.column("tokens"))
     f = _figure(10, 3)
     ax = f.subplots()
-    colours = ["#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08519c"][-len(tokens):]
+    colours = ["#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08519c"][-len(tokens) :]
     share = tokens[:, shown] / tokens[:, shown].sum(0)
     if len(shown) > 1:
-        ax.stackplot(shown, 100 * share, colors=colours, labels=[f"{a + 1:,}-{b:,}" for a, b in zip(edges[:-1], edges[1:])])
+        ax.stackplot(
+            shown, 100 * share, colors=colours, labels=[f"{a + 1:,}-{b:,}" for a, b in zip(edges[:-1], edges[1:])]
+        )
         ax.set_xlim(0, len(plan) - 1)
     else:
         bottom = 0.0
@@ -185,10 +240,23 @@ def _one_step(plan: Plan, step: int) -> str:
         for i in np.flatnonzero(rank == r):
             if slot_end is not None:
                 end = float(slot_end[k[i]] - cost[k == k[i]].max())
-            ax.barh(place, cost[i], left=end, height=0.8, color=colour((np.log(tokens[i] / batch[i]) - low) / max(high - low, 1e-9)), edgecolor="white", lw=0.4)
+            ax.barh(
+                place,
+                cost[i],
+                left=end,
+                height=0.8,
+                color=colour((np.log(tokens[i] / batch[i]) - low) / max(high - low, 1e-9)),
+                edgecolor="white",
+                lw=0.4,
+            )
             end += cost[i]
-    ax.set(xlabel="predicted seconds", ylabel="data-parallel group", ylim=(len(ranks) - 0.5, -0.5),
-           title=f"Microbatches of step {step} (darker: shorter samples)" + (f", {len(ranks)} of {plan.groups} groups" if len(ranks) < plan.groups else ""))
+    ax.set(
+        xlabel="predicted seconds",
+        ylabel="data-parallel group",
+        ylim=(len(ranks) - 0.5, -0.5),
+        title=f"Microbatches of step {step} (darker: shorter samples)"
+        + (f", {len(ranks)} of {plan.groups} groups" if len(ranks) < plan.groups else ""),
+    )
     every = max(1, len(ranks) // 16)
     ax.set_yticks(range(0, len(ranks), every), [str(r) for r in ranks[::every]])
     return _png(f)
@@ -214,7 +282,8 @@ border-bottom:1px solid #e3e3e3}th{background:#f5f5f5;position:sticky;top:0}tabl
 
 
 def to_html(plan: Plan, path: str | Path) -> Path:
-    """One self-contained page: facts, load per rank, bubble, token mix, a step, buckets, the first thousand microbatches."""
+    """One self-contained page: facts, load per rank, bubble, token mix, a step, buckets, the first thousand
+    microbatches."""
     try:
         import jinja2
         import matplotlib  # noqa: F401
@@ -225,10 +294,21 @@ def to_html(plan: Plan, path: str | Path) -> Path:
     head = plan.table().slice(0, MOST_ROWS).drop_columns(["samples"]).to_pylist()
     for r in head:
         r["flag"] = ", ".join(n for bit, n in FLAG_NAMES.items() if r["flags"] & bit)
-    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
-        summary=summary(plan), buckets=buckets(plan), plots=plots(plan), hash=plan.hash[:12], microbatches=head, shown=len(head),
-        count=plan.manifest["totals"]["microbatches"], names=[plan.shapes.name(i) for i in range(len(plan.shapes))],
-        left={k: plan.manifest[k] for k in ("dropped", "carried", "repeated")})
+    page = (
+        jinja2.Environment(autoescape=True)
+        .from_string(PAGE)
+        .render(
+            summary=summary(plan),
+            buckets=buckets(plan),
+            plots=plots(plan),
+            hash=plan.hash[:12],
+            microbatches=head,
+            shown=len(head),
+            count=plan.manifest["totals"]["microbatches"],
+            names=[plan.shapes.name(i) for i in range(len(plan.shapes))],
+            left={k: plan.manifest[k] for k in ("dropped", "carried", "repeated")},
+        )
+    )
     write_whole(path, page.encode())
     return Path(path)
 
@@ -248,16 +328,31 @@ def write_whole(path: str | Path, data: bytes) -> None:
         raise
 
 
-COMPARISON = ("policy", "ranks", "steps", "tokens_per_s", "limit_fraction", "bubble", "load_cv", "step_cv", "token_cv", "padding")
+COMPARISON = (
+    "policy",
+    "ranks",
+    "steps",
+    "tokens_per_s",
+    "limit_fraction",
+    "bubble",
+    "load_cv",
+    "step_cv",
+    "token_cv",
+    "padding",
+)
 
 
 def comparison(results: Sequence[tuple[str, SimResult]]) -> str:
     """Simulated designs as a table."""
-    lines = [f"{'design':28} {'ranks':>5} {'steps':>7} {'tokens/s':>12} {'of limit':>9} {'bubble':>7} {'load CV':>8} {'step CV':>8} {'token CV':>9} "
-             f"{'padding':>8}"]
+    lines = [
+        f"{'design':28} {'ranks':>5} {'steps':>7} {'tokens/s':>12} {'of limit':>9} {'bubble':>7} {'load CV':>8} {'step CV':>8} {'token CV':>9} "
+        f"{'padding':>8}"
+    ]
     for name, r in results:
-        lines.append(f"{name:28} {r.ranks:>5} {r.steps:>7,} {r.tokens_per_s:>12,.0f} {r.limit_fraction:>9.1%} {r.bubble:>7.1%} {r.load_cv:>8.1%} "
-                     f"{r.step_cv:>8.1%} {r.token_cv:>9.2%} {r.padding:>8.1%}")
+        lines.append(
+            f"{name:28} {r.ranks:>5} {r.steps:>7,} {r.tokens_per_s:>12,.0f} {r.limit_fraction:>9.1%} {r.bubble:>7.1%} {r.load_cv:>8.1%} "
+            f"{r.step_cv:>8.1%} {r.token_cv:>9.2%} {r.padding:>8.1%}"
+        )
     return "\n".join(lines)
 
 
@@ -269,7 +364,9 @@ def plot_comparison(results: Sequence[tuple[str, SimResult]], path: str | Path) 
     ax = f.subplots()
     width = 0.8 / len(names)
     for i, name in enumerate(names):
-        value = [100 * next((r.limit_fraction for n, r in results if n == name and r.ranks == k), np.nan) for k in ranks]
+        value = [
+            100 * next((r.limit_fraction for n, r in results if n == name and r.ranks == k), np.nan) for k in ranks
+        ]
         bars = ax.bar(np.arange(len(ranks)) + (i - (len(names) - 1) / 2) * width, value, width * 0.95, label=name)
         ax.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
     ax.set_xticks(range(len(ranks)), [f"{k} ranks" for k in ranks])
@@ -293,7 +390,11 @@ def plot_fit(fit: CostFit, path: str | Path) -> None:
     left.legend(frameon=False)
     right.axhline(0, color="grey", lw=0.8)
     right.semilogx(s, 100 * error, "o", ms=4)
-    right.set(xlabel="tokens of the microbatch (B x S)", ylabel="predicted over measured, %", title=f"mean error {fit.mape:.1%}, largest {fit.max_error:.1%}")
+    right.set(
+        xlabel="tokens of the microbatch (B x S)",
+        ylabel="predicted over measured, %",
+        title=f"mean error {fit.mape:.1%}, largest {fit.max_error:.1%}",
+    )
     _save(f, path)
 
 

@@ -1,7 +1,8 @@
 """Sample shapes: pixels in, latent tokens out.
 
-A sample's *shape* is its token grid (T, H, W) after the VAE and the patch embedding, and the caption length L its batch is
-padded to.  Two samples can share a microbatch only if all four agree, so every cost, memory and batch limit of a plan is a
+A sample's *shape* is its token grid (T, H, W) after the VAE and the patch embedding, and the caption length L its
+batch is padded to.  Two samples can share a microbatch only if all four agree, so every cost, memory and batch limit
+of a plan is a
 column over shapes and never over samples: a hundred shapes describe ten million rows.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from graphopt.errors import ConfigError
 
 
@@ -18,7 +20,8 @@ class LatentLayout:
     """How pixels become tokens.
 
     Args:
-        vae: downsampling of the VAE in (frames, height, width).  Frames are causal: F frames give 1 + (F - 1) // vae[0].
+        vae: downsampling of the VAE in (frames, height, width).  Frames are causal: F frames give 1 + (F - 1) //
+            vae[0].
         patch: patch size of the transformer in (frames, height, width).
 
     The defaults are those of Wan 2.1 and HunyuanVideo.
@@ -30,10 +33,14 @@ class LatentLayout:
     def __post_init__(self) -> None:
         for name, triple in (("vae", self.vae), ("patch", self.patch)):
             if len(triple) != 3 or any(int(x) != x or x < 1 for x in triple):
-                raise ConfigError(f"{name} must be three positive integers (frames, height, width), not {triple!r}",
-                                  where=f"LatentLayout({name}=...)")
+                raise ConfigError(
+                    f"{name} must be three positive integers (frames, height, width), not {triple!r}",
+                    where=f"LatentLayout({name}=...)",
+                )
 
-    def grid(self, frames: np.ndarray, height: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def grid(
+        self, frames: np.ndarray, height: np.ndarray, width: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token grid (T, H, W) of each sample; what does not fill a patch is cut off, as the trainers do.
 
         Args:

@@ -1,8 +1,8 @@
 """A plan and a true cost in, what a job would measure out: tokens/s, bubble, spread over ranks and steps.
 
-A rank's step takes the sum of its microbatches (each with lognormal noise), divided by its speed; a step takes the slowest
-rank (or, where every microbatch is a barrier, the sum over k of the slowest), plus the step overhead.  The zero-bubble limit is
-sum(tokens) / sum(cost per sample) over all ranks: no overheads, no noise, no waiting.
+A rank's step takes the sum of its microbatches (each with lognormal noise), divided by its speed; a step takes the
+slowest rank (or, where every microbatch is a barrier, the sum over k of the slowest), plus the step overhead.  The
+zero-bubble limit is sum(tokens) / sum(cost per sample) over all ranks: no overheads, no noise, no waiting.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+
 from graphopt.errors import ConfigError
 
 from .costmodel import CostFit
@@ -57,8 +58,15 @@ def cv(x: np.ndarray) -> float:
     return float(np.std(x) / np.mean(x)) if len(x) and np.mean(x) else 0.0
 
 
-def simulate(plan: Plan, truth: CostFit, *, noise: float = 0.03, seed: int = 0, step_overhead_s: float | None = None,
-             speeds: Sequence[float] | None = None) -> SimResult:
+def simulate(
+    plan: Plan,
+    truth: CostFit,
+    *,
+    noise: float = 0.03,
+    seed: int = 0,
+    step_overhead_s: float | None = None,
+    speeds: Sequence[float] | None = None,
+) -> SimResult:
     """Run a plan against a cost model that need not be the one it was planned with.
 
     Args:
@@ -79,7 +87,7 @@ def simulate(plan: Plan, truth: CostFit, *, noise: float = 0.03, seed: int = 0, 
     if len(speed) != plan.groups:
         raise ConfigError(f"{len(speed)} speeds for {plan.groups} data-parallel groups")
     step, rank, k = plan.column("step").astype(np.int64), plan.column("rank"), plan.column("k")
-    factor = np.random.default_rng(seed).lognormal(-noise**2 / 2, noise, len(step)) if noise else np.ones(len(step))
+    factor = np.random.default_rng(seed).lognormal(-(noise**2) / 2, noise, len(step)) if noise else np.ones(len(step))
     busy, wall = _times(predicted * factor / speed[rank], step, rank, k, len(plan), plan.groups, layout["sync"])
     _, wall_predicted = _times(predicted / speed[rank], step, rank, k, len(plan), plan.groups, layout["sync"])
     mean_predicted = np.bincount(step, predicted, len(plan)) / speed.sum()
@@ -87,13 +95,27 @@ def simulate(plan: Plan, truth: CostFit, *, noise: float = 0.03, seed: int = 0, 
     tokens = np.bincount(step, plan.column("tokens"), len(plan))
     limit = tokens.sum() / useful.sum() * speed.sum()
     rate = tokens.sum() / wall.sum()
-    return SimResult(plan.manifest["policy"], plan.ranks, len(plan), len(step), float(tokens.mean()), float(rate),
-                     float(rate / limit), float(1 - (busy * speed).sum() / speed.sum() / wall.sum()), cv(busy.ravel()), cv(wall),
-                     cv(tokens), 0.0, float(wall_predicted.sum() / mean_predicted.sum() - 1), float(wall.sum()))
+    return SimResult(
+        plan.manifest["policy"],
+        plan.ranks,
+        len(plan),
+        len(step),
+        float(tokens.mean()),
+        float(rate),
+        float(rate / limit),
+        float(1 - (busy * speed).sum() / speed.sum() / wall.sum()),
+        cv(busy.ravel()),
+        cv(wall),
+        cv(tokens),
+        0.0,
+        float(wall_predicted.sum() / mean_predicted.sum() - 1),
+        float(wall.sum()),
+    )
 
 
-def _times(cost: np.ndarray, step: np.ndarray, rank: np.ndarray, k: np.ndarray, steps: int, groups: int,
-           sync: str) -> tuple[np.ndarray, np.ndarray]:
+def _times(
+    cost: np.ndarray, step: np.ndarray, rank: np.ndarray, k: np.ndarray, steps: int, groups: int, sync: str
+) -> tuple[np.ndarray, np.ndarray]:
     """(busy seconds [steps, groups], seconds of each step without overhead)."""
     busy = np.bincount(step * groups + rank, cost, steps * groups).reshape(steps, groups)
     if sync == "step":

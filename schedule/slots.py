@@ -1,4 +1,5 @@
-"""Step-balanced plans where every microbatch is a barrier: ZeRO-3, pipelines, anything with a collective per microbatch.
+"""Step-balanced plans where every microbatch is a barrier: ZeRO-3, pipelines, anything with a collective per
+microbatch.
 
 Every rank runs K microbatches a step.  Units as near to the costliest sample as memory allows are sorted by cost; N
 consecutive ones form a slot, so that the ranks of a slot are level; slots are dealt to steps in strata.
@@ -30,14 +31,14 @@ def plan(problem: Problem) -> tuple[Iterator[Window], Leftover, int]:
         rows, left, repeated = too_few(wide, rows, left)
         if not len(rows):
             return iter(()), left, 0
-    shape = p.samples.shape_id[rows[::p.atom]]
+    shape = p.samples.shape_id[rows[:: p.atom]]
     start, size = _units(p, shape, per_step)
     atoms = rows.reshape(-1, p.atom)
     over = len(start) % per_step
     if over:
         mixed = dealing.permutation(len(start), p.seed, p.epoch, dealing.BATCH)
         if p.tail == "pad":
-            filler = mixed[:per_step - over]
+            filler = mixed[: per_step - over]
             left.repeated = np.sort(np.concatenate([left.repeated, _rows(atoms, start[filler], size[filler])]))
             start, size = np.r_[start, start[filler]], np.r_[size, size[filler]]
             mark = np.r_[np.zeros(len(start) - len(filler), bool), np.ones(len(filler), bool)]
@@ -70,8 +71,21 @@ def plan(problem: Problem) -> tuple[Iterator[Window], Leftover, int]:
     slot = np.repeat(np.arange(slots), p.groups)
     place = np.lexsort((slot, rank.ravel(), step_of_slot[slot]))
     unit = order[place]
-    return _windows(p, atoms, start[unit], size[unit], u_shape[unit], mark[unit], step_of_slot[slot][place],
-                    rank.ravel()[place], steps), left, steps
+    return (
+        _windows(
+            p,
+            atoms,
+            start[unit],
+            size[unit],
+            u_shape[unit],
+            mark[unit],
+            step_of_slot[slot][place],
+            rank.ravel()[place],
+            steps,
+        ),
+        left,
+        steps,
+    )
 
 
 def _parts(left: Leftover) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -113,8 +127,17 @@ def _units(p: Problem, shape: np.ndarray, multiple: int) -> tuple[np.ndarray, np
     return start, size
 
 
-def _windows(p: Problem, atoms: np.ndarray, start: np.ndarray, size: np.ndarray, shape: np.ndarray, mark: np.ndarray,
-             step: np.ndarray, rank: np.ndarray, steps: int) -> Iterator[Window]:
+def _windows(
+    p: Problem,
+    atoms: np.ndarray,
+    start: np.ndarray,
+    size: np.ndarray,
+    shape: np.ndarray,
+    mark: np.ndarray,
+    step: np.ndarray,
+    rank: np.ndarray,
+    steps: int,
+) -> Iterator[Window]:
     """Some whole steps at a time; k is the slot's place in its step."""
     per_step = p.groups * p.microbatches
     width = max(1, WINDOW_UNITS // per_step) * per_step
@@ -123,5 +146,12 @@ def _windows(p: Problem, atoms: np.ndarray, start: np.ndarray, size: np.ndarray,
         flags = np.where(mark[b], REPEATED, 0).astype(np.uint8)
         if p.target is not None:
             flags[size[b] * p.atom > p.target[shape[b]]] |= OVER_COMPUTE
-        yield Window(step[b].astype(np.int32), rank[b].astype(np.int32), slot_numbers(step[b], rank[b]), shape[b], flags,
-                     np.r_[0, np.cumsum(size[b]) * p.atom].astype(np.int64), _rows(atoms, start[b], size[b]))
+        yield Window(
+            step[b].astype(np.int32),
+            rank[b].astype(np.int32),
+            slot_numbers(step[b], rank[b]),
+            shape[b],
+            flags,
+            np.r_[0, np.cumsum(size[b]) * p.atom].astype(np.int64),
+            _rows(atoms, start[b], size[b]),
+        )

@@ -1,8 +1,9 @@
 """The default policy: whole optimizer steps, each with the corpus's composition and level over the ranks.
 
 Ranks may run different numbers of microbatches in a step, so only the step's end is a barrier.  Order of work: deal all
-samples to steps in cost strata (dealing.py); per step, cut each shape's samples into units of a few percent of a rank's load;
-LPT; exchanges; merge equal shapes that met on a rank up to the memory cap; exchanges again with what was merged.
+samples to steps in cost strata (dealing.py); per step, cut each shape's samples into units of a few percent of a
+rank's load; LPT; exchanges; merge equal shapes that met on a rank up to the memory cap; exchanges again with what was
+merged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+
 from graphopt.errors import PlanInfeasible
 
 from . import dealing
@@ -38,7 +40,7 @@ def plan(problem: Problem, *, window_steps: int | None = None) -> tuple[Iterator
         atoms = len(rows) // p.atom
         if not atoms:
             return iter(()), left, 0
-    shape = p.samples.shape_id[rows[::p.atom]]
+    shape = p.samples.shape_id[rows[:: p.atom]]
     total = estimate(p, shape)
     steps = int(min(max(1.0, total // (p.groups * p.step_cost)), atoms // p.groups))
     cost = p.each * p.atom
@@ -69,15 +71,15 @@ def whole_atoms(p: Problem) -> tuple[np.ndarray, Leftover]:
     # Pad: each unfilled atom is filled up with other samples of its shape, or with itself where there are none.
     parts, extra = [rows[whole]], []
     for s, n in zip(start[count % p.atom > 0], count[count % p.atom > 0]):
-        group = rows[s:s + n]
+        group = rows[s : s + n]
         need = p.atom - n % p.atom
         filler = np.resize(group, need)
-        parts.append(np.concatenate([group[n // p.atom * p.atom:], filler]))
+        parts.append(np.concatenate([group[n // p.atom * p.atom :], filler]))
         extra.append(filler)
     left = Leftover.none()
     left.repeated = np.sort(np.concatenate(extra)) if extra else left.repeated
     padded = np.concatenate(parts)
-    cost_order = np.argsort(-p.each[p.samples.shape_id[padded[::p.atom]]], kind="stable")
+    cost_order = np.argsort(-p.each[p.samples.shape_id[padded[:: p.atom]]], kind="stable")
     return padded.reshape(-1, p.atom)[cost_order].ravel(), left
 
 
@@ -95,12 +97,21 @@ def too_few(p: Problem, rows: np.ndarray, left: Leftover) -> tuple[np.ndarray, L
         return rows[:0], left, 0
     raise PlanInfeasible(
         f"{len(rows)} samples ({len(rows) // p.atom} units of {p.atom}) cannot give each of {p.groups} data-parallel groups "
-        "one microbatch", where=p.samples.where,
-        remedy='use fewer ranks, tail="pad" (repeats are listed) or tail="drop"')
+        "one microbatch",
+        where=p.samples.where,
+        remedy='use fewer ranks, tail="pad" (repeats are listed) or tail="drop"',
+    )
 
 
-def _windows(p: Problem, rows: np.ndarray, shape: np.ndarray, step: np.ndarray, steps: int, window_steps: int | None,
-             repeated: int) -> Iterator[Window]:
+def _windows(
+    p: Problem,
+    rows: np.ndarray,
+    shape: np.ndarray,
+    step: np.ndarray,
+    steps: int,
+    window_steps: int | None,
+    repeated: int,
+) -> Iterator[Window]:
     """Balance some steps at a time."""
     # The n-th use of a row is a repeat; flagged on its microbatch.
     again = second_uses(rows) if repeated or p.tail == "pad" else None
@@ -115,8 +126,18 @@ def _windows(p: Problem, rows: np.ndarray, shape: np.ndarray, step: np.ndarray, 
     with ThreadPoolExecutor(WORKERS) as pool:
         waiting: deque[Future[Window]] = deque()
         for first, a, b in zip(range(0, steps, width), bounds[:-1], bounds[1:]):
-            waiting.append(pool.submit(_balance, p, rows[a:b], shape[a:b], step[a:b] - first, min(width, steps - first), first,
-                                       None if again is None else again[a:b]))
+            waiting.append(
+                pool.submit(
+                    _balance,
+                    p,
+                    rows[a:b],
+                    shape[a:b],
+                    step[a:b] - first,
+                    min(width, steps - first),
+                    first,
+                    None if again is None else again[a:b],
+                )
+            )
             if len(waiting) > WORKERS:
                 yield waiting.popleft().result()
         while waiting:
@@ -130,8 +151,9 @@ def second_uses(rows: np.ndarray) -> np.ndarray:
     return again
 
 
-def _balance(p: Problem, rows: np.ndarray, shape: np.ndarray, step: np.ndarray, steps: int, first: int,
-             again: np.ndarray | None) -> Window:
+def _balance(
+    p: Problem, rows: np.ndarray, shape: np.ndarray, step: np.ndarray, steps: int, first: int, again: np.ndarray | None
+) -> Window:
     """One window; atoms sorted by (step, shape)."""
     most = np.maximum(p.limit() // p.atom, 1)  # in atoms
     each = p.each * p.atom
@@ -148,14 +170,23 @@ def _balance(p: Problem, rows: np.ndarray, shape: np.ndarray, step: np.ndarray, 
     u_step, u_shape = g_step[group], g_shape[group]
     rank = lpt(u_step, p.fixed[u_shape] + size * each[u_shape], steps, p.groups, p.speeds)
     for rounds in ROUNDS:
-        rank = refine(u_step, rank, p.fixed[u_shape] + size * each[u_shape], steps, p.groups, p.speeds, tolerance=TOLERANCE,
-                      rounds=rounds)
+        rank = refine(
+            u_step,
+            rank,
+            p.fixed[u_shape] + size * each[u_shape],
+            steps,
+            p.groups,
+            p.speeds,
+            tolerance=TOLERANCE,
+            rounds=rounds,
+        )
         u_step, rank, u_shape, size = merge(u_step, rank, u_shape, size, most, p, len(each))
     return assemble(p, u_step, rank, u_shape, size, rows, again, first)
 
 
-def merge(step: np.ndarray, rank: np.ndarray, shape: np.ndarray, size: np.ndarray, most: np.ndarray, p: Problem,
-          shapes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def merge(
+    step: np.ndarray, rank: np.ndarray, shape: np.ndarray, size: np.ndarray, most: np.ndarray, p: Problem, shapes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Join units of one shape that met on a rank into as few microbatches as memory allows."""
     key = (step.astype(np.int64) * p.groups + rank) * shapes + shape
     distinct, inverse = np.unique(key, return_inverse=True)
@@ -163,12 +194,26 @@ def merge(step: np.ndarray, rank: np.ndarray, shape: np.ndarray, size: np.ndarra
     allowed = tuple(b // p.atom for b in p.allowed) if p.allowed else None
     group, size = split_sizes(total, most[distinct % shapes], allowed)
     cell = distinct[group] // shapes
-    return (cell // p.groups).astype(np.int32), (cell % p.groups).astype(np.int32), (distinct[group] % shapes).astype(np.int32), size
+    return (
+        (cell // p.groups).astype(np.int32),
+        (cell % p.groups).astype(np.int32),
+        (distinct[group] % shapes).astype(np.int32),
+        size,
+    )
 
 
-def assemble(p: Problem, step: np.ndarray, rank: np.ndarray, shape: np.ndarray, size: np.ndarray, rows: np.ndarray,
-             again: np.ndarray | None, first: int) -> Window:
-    """Give each microbatch its samples.  `rows` [atoms, atom] are sorted by (step, shape), and so are counts of `size`."""
+def assemble(
+    p: Problem,
+    step: np.ndarray,
+    rank: np.ndarray,
+    shape: np.ndarray,
+    size: np.ndarray,
+    rows: np.ndarray,
+    again: np.ndarray | None,
+    first: int,
+) -> Window:
+    """Give each microbatch its samples.  `rows` [atoms, atom] are sorted by (step, shape), and so are counts of
+    `size`."""
     take = np.lexsort((rank, shape, step))
     start = np.empty(len(size), np.int64)
     start[take] = np.cumsum(size[take]) - size[take]
@@ -183,6 +228,12 @@ def assemble(p: Problem, step: np.ndarray, rank: np.ndarray, shape: np.ndarray, 
         flags[size * p.atom > p.target[shape]] |= OVER_COMPUTE
     if again is not None:
         flags[np.add.reduceat(again[index].any(1), ends - size) > 0] |= REPEATED
-    return Window((step + first).astype(np.int32), rank, slot_numbers(step, rank), shape, flags,
-                  np.r_[0, ends * p.atom].astype(np.int64), rows[index].ravel())
-
+    return Window(
+        (step + first).astype(np.int32),
+        rank,
+        slot_numbers(step, rank),
+        shape,
+        flags,
+        np.r_[0, ends * p.atom].astype(np.int64),
+        rows[index].ravel(),
+    )

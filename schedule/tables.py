@@ -15,14 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from graphopt.errors import ConfigError
 
 from .shapes import LatentLayout, ShapeTable
 
 # Open-Sora's resolution names by pixels of the frame.
-RESOLUTIONS = {"144p": 144 * 256, "256": 256 * 256, "240p": 240 * 426, "360p": 360 * 640, "512": 512 * 512, "480p": 480 * 854,
-               "720p": 720 * 1280, "768px": 768 * 768, "1024": 1024 * 1024, "1080p": 1080 * 1920, "2k": 1440 * 2560, "2048": 2048 * 2048,
-               "256px": 256 * 256, "512px": 512 * 512, "1024px": 1024 * 1024}
+RESOLUTIONS = {
+    "144p": 144 * 256,
+    "256": 256 * 256,
+    "240p": 240 * 426,
+    "360p": 360 * 640,
+    "512": 512 * 512,
+    "480p": 480 * 854,
+    "720p": 720 * 1280,
+    "768px": 768 * 768,
+    "1024": 1024 * 1024,
+    "1080p": 1080 * 1920,
+    "2k": 1440 * 2560,
+    "2048": 2048 * 2048,
+    "256px": 256 * 256,
+    "512px": 512 * 512,
+    "1024px": 1024 * 1024,
+}
 
 
 @dataclass(frozen=True)
@@ -52,9 +67,11 @@ class BucketTable:
     origin: str
 
     def limits(self, shapes: ShapeTable, layout: LatentLayout, *, fps: float = 16.0) -> np.ndarray:
-        """The table's batch size for each shape of a data set, int64 [shapes]: to be given to `plan_batches(limits=...)`.
+        """The table's batch size for each shape of a data set, int64 [shapes]: to be given to
+        `plan_batches(limits=...)`.
 
-        A shape belongs to the smallest bucket that holds it: explicit sizes must match its token grid, resolution names are
+        A shape belongs to the smallest bucket that holds it: explicit sizes must match its token grid, resolution
+            names are
         matched to the nearest area, and frames or seconds are upper ends.
 
         Raises:
@@ -68,14 +85,20 @@ class BucketTable:
         for i in range(len(shapes)):
             held = [b for b in self.buckets if self._holds(b, shapes, i, int(frames[i]), float(area[i]), layout, fps)]
             if not held:
-                raise ConfigError(f"no bucket of the {self.origin} table holds shape {shapes.name(i)} ({frames[i]} frames, {area[i]} pixels)",
-                                  remedy="add a bucket, or remove these samples")
-            best = min(held, key=lambda b: (abs(np.log((b.pixels or area[i]) / area[i])), b.frames or 0, b.seconds or 0.0))
+                raise ConfigError(
+                    f"no bucket of the {self.origin} table holds shape {shapes.name(i)} ({frames[i]} frames, {area[i]} pixels)",
+                    remedy="add a bucket, or remove these samples",
+                )
+            best = min(
+                held, key=lambda b: (abs(np.log((b.pixels or area[i]) / area[i])), b.frames or 0, b.seconds or 0.0)
+            )
             out[i] = best.batch or 0
         return out
 
     @staticmethod
-    def _holds(b: Bucket, shapes: ShapeTable, i: int, frames: int, area: float, layout: LatentLayout, fps: float) -> bool:
+    def _holds(
+        b: Bucket, shapes: ShapeTable, i: int, frames: int, area: float, layout: LatentLayout, fps: float
+    ) -> bool:
         """Does shape i fit bucket b?"""
         if b.seconds is not None:
             return frames / fps <= b.seconds
@@ -100,10 +123,15 @@ def read_table(path: str | Path) -> BucketTable:
             return nemo(_literal(content, "bucket_duration_bins"), _literal(content, "bucket_batch_size"))
         if re.search(r"\d+x\d+x\d+", content):
             return finetrainers(re.findall(r"\d+x\d+x\d+", content))
-        return open_sora(_literal(content, "bucket_config") if "bucket_config" in content else ast.literal_eval(content))
+        return open_sora(
+            _literal(content, "bucket_config") if "bucket_config" in content else ast.literal_eval(content)
+        )
     except (ValueError, SyntaxError, TypeError) as e:
-        raise ConfigError(f"the bucket table cannot be read: {e}", where=str(path),
-                          remedy="formats: Open-Sora bucket_config, finetrainers FxHxW, NeMo bucket_duration_bins") from e
+        raise ConfigError(
+            f"the bucket table cannot be read: {e}",
+            where=str(path),
+            remedy="formats: Open-Sora bucket_config, finetrainers FxHxW, NeMo bucket_duration_bins",
+        ) from e
 
 
 def _literal(content: str, name: str) -> Any:
@@ -111,12 +139,12 @@ def _literal(content: str, name: str) -> Any:
     found = re.search(rf"^[ \t]*['\"]?{name}['\"]?\s*[:=]\s*", content, re.MULTILINE)
     if not found:
         raise ValueError(f"there is no {name}")
-    rest = content[found.end():]
+    rest = content[found.end() :]
     depth = 0
     for i, c in enumerate(rest):
         depth += (c in "[{(") - (c in "]})")
         if depth == 0 and c in "]})":
-            return ast.literal_eval(rest[:i + 1])
+            return ast.literal_eval(rest[: i + 1])
     raise ValueError(f"{name} is not a complete literal")
 
 
@@ -128,11 +156,15 @@ def open_sora(config: dict[str, dict[int, Any]]) -> BucketTable:
             raise ConfigError(f"unknown Open-Sora resolution {resolution!r}", remedy=f"known: {', '.join(RESOLUTIONS)}")
         for frames, entry in by_frames.items():
             probability, batch = entry
-            probability = float(np.prod(probability))  # newer tables give (keep at this length, keep at this resolution)
+            probability = float(
+                np.prod(probability)
+            )  # newer tables give (keep at this length, keep at this resolution)
             if batch is None or probability == 0:
                 continue
             if int(frames) < 1 or int(batch) < 1:
-                raise ConfigError(f"bucket {resolution} with {frames} frames: frames and batch must be positive, not {entry!r}")
+                raise ConfigError(
+                    f"bucket {resolution} with {frames} frames: frames and batch must be positive, not {entry!r}"
+                )
             buckets.append(Bucket(int(frames), RESOLUTIONS[resolution], batch=int(batch), probability=probability))
     return BucketTable(tuple(buckets), "Open-Sora")
 
@@ -170,14 +202,22 @@ def write_table(kind: str, shapes: ShapeTable, batch: np.ndarray, layout: Latent
         fps: frames per second, for NeMo's durations.
 
     Returns:
-        The table as text.  Where a format's bucket covers several shapes it gets the smallest of their batch sizes, so that
-        memory holds for all.
+        The table as text.  Where a format's bucket covers several shapes it gets the smallest of their batch sizes, so
+        that memory holds for all.
     """
     frames = (shapes.t * layout.patch[0] - 1) * layout.vae[0] + 1
     height, width = shapes.h * layout.vae[1] * layout.patch[1], shapes.w * layout.vae[2] * layout.patch[2]
     if kind == "finetrainers":
-        return "--video_resolution_buckets " + " ".join(sorted({f"{f}x{h}x{w}" for f, h, w in zip(frames, height, width)},
-                                                               key=lambda s: [int(x) for x in s.split("x")])) + "\n"
+        return (
+            "--video_resolution_buckets "
+            + " ".join(
+                sorted(
+                    {f"{f}x{h}x{w}" for f, h, w in zip(frames, height, width)},
+                    key=lambda s: [int(x) for x in s.split("x")],
+                )
+            )
+            + "\n"
+        )
     if kind == "open-sora":
         table: dict[str, dict[int, tuple[float, int]]] = {}
         known = {k: v for k, v in RESOLUTIONS.items() if not k.endswith("px")}
@@ -194,6 +234,8 @@ def write_table(kind: str, shapes: ShapeTable, batch: np.ndarray, layout: Latent
         for f, b in zip(frames.tolist(), batch.tolist()):
             by_frames[f] = min(by_frames.get(f, b), b)
         ends = sorted(by_frames)
-        return (f"bucket_duration_bins: {[round(f / fps, 4) for f in ends]}\n"
-                f"bucket_batch_size: {[by_frames[f] for f in ends]}\n")
+        return (
+            f"bucket_duration_bins: {[round(f / fps, 4) for f in ends]}\n"
+            f"bucket_batch_size: {[by_frames[f] for f in ends]}\n"
+        )
     raise ConfigError(f"unknown table format {kind!r}", remedy="use open-sora, finetrainers or nemo")

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import sympy
 import torch
+from torch import nn
+
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.schedule.cost import trace_cost
 from graphopt.schedule.formulas import computes
 from graphopt.schedule.symbolic import SymbolicCost, symbol
-from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "models"), str(Path(__file__).parents[2] / "benchmarks")]
 import schedule_cost
@@ -33,7 +34,7 @@ class Block(nn.Module):
 
     def forward(self, x, text, time, return_dict=True):
         a, b, c, d, e, f = self.modulation(nn.functional.silu(time))[:, None].chunk(6, -1)
-        norm = lambda y, s, t: nn.functional.layer_norm(y, y.shape[-1:]) * (1 + s) + t  # noqa: E731
+        norm = lambda y, s, t: nn.functional.layer_norm(y, y.shape[-1:]) * (1 + s) + t
         x = x + c * self.attend(*self.qkv(norm(x, a, b)).chunk(3, -1))
         x = x + self.out(self.attend(self.q(x), *self.kv(text).chunk(2, -1)))
         return (x + f * self.down(nn.functional.gelu(self.up(norm(x, d, e)))),)
@@ -137,13 +138,24 @@ def test_an_op_without_a_formula_is_named_never_zero():
     assert got.flops_forward == (2 * 8 * 8 + 100) * B
 
 
-@pytest.mark.parametrize(("op", "needs"), [
-    (torch.ops.aten.mm.default, True), (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, True),
-    (torch.ops.aten.convolution.default, True), (torch.ops.aten._fft_c2c.default, True), (torch.ops.aten.linalg_qr.default, True),
-    (torch.ops.aten._grouped_mm.default, True), (torch.ops.aten._int_mm.default, True), (torch.ops.aten.grid_sampler_3d.default, True),
-    (torch.ops.aten.add.Tensor, False), (torch.ops.aten.comm_marker if hasattr(torch.ops.aten, "comm_marker") else torch.ops.aten.sum.default, False),
-    (torch.ops.aten.native_layer_norm.default, False), (torch.ops.prims.convert_element_type.default, False),
-    (torch.ops.graphopt_test.secret.default, True)])
+@pytest.mark.parametrize(
+    ("op", "needs"),
+    [
+        (torch.ops.aten.mm.default, True),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, True),
+        (torch.ops.aten.convolution.default, True),
+        (torch.ops.aten._fft_c2c.default, True),
+        (torch.ops.aten.linalg_qr.default, True),
+        (torch.ops.aten._grouped_mm.default, True),
+        (torch.ops.aten._int_mm.default, True),
+        (torch.ops.aten.grid_sampler_3d.default, True),
+        (torch.ops.aten.add.Tensor, False),
+        (torch.ops.aten.comm_marker if hasattr(torch.ops.aten, "comm_marker") else torch.ops.aten.sum.default, False),
+        (torch.ops.aten.native_layer_norm.default, False),
+        (torch.ops.prims.convert_element_type.default, False),
+        (torch.ops.graphopt_test.secret.default, True),
+    ],
+)
 def test_which_ops_must_have_a_formula(op, needs):
     assert computes(op) == needs
 

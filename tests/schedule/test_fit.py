@@ -1,4 +1,5 @@
-"""Fits recover what made the data; bad ones are refused; the benchmark survives OOM, resumes and counts the slowest rank."""
+"""Fits recover what made the data; bad ones are refused; the benchmark survives OOM, resumes and counts the slowest
+rank."""
 
 import json
 import sys
@@ -9,6 +10,7 @@ import pytest
 import sympy
 import torch
 import torch.multiprocessing as mp
+
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.schedule.bench import Runs, Shape, largest_batch, shape_benchmark, sweep, sweep_order
 from graphopt.schedule.fitting import fit_cost, fit_memory
@@ -20,8 +22,11 @@ TOKENS = np.array([1000, 2000, 4000, 8000, 16000, 32000, 64000, 97200])
 
 def runs(f, noise=0.0, seed=0, memory=False):
     rng = np.random.default_rng(seed)
-    rows = [{"B": b, "T": 1, "H": 1, "W": int(s), "L": 512, "seconds": float(f(b, s) * rng.lognormal(0, noise))}
-            for s in TOKENS for b in (1, 2)]
+    rows = [
+        {"B": b, "T": 1, "H": 1, "W": int(s), "L": 512, "seconds": float(f(b, s) * rng.lognormal(0, noise))}
+        for s in TOKENS
+        for b in (1, 2)
+    ]
     for r in rows:
         r["bytes"] = int(20e9 + r["B"] * (1.5e6 * r["W"] + 4e5 * r["L"])) if memory else None
     return rows
@@ -65,8 +70,15 @@ def test_power_law_misses_two_term_times():
 def test_symbolic_form_takes_its_terms_from_the_cost():
     B, T, H, W, L = (symbol(x) for x in "BTHWL")
     S = T * H * W
-    cost = SymbolicCost(tuple("BTHWL"), flops_forward=3e9 * B * S + 1e5 * B * S**2, flops_backward=6e9 * B * S + 2e5 * B * S**2,
-                        attention_flops=3e5 * B * S**2, saved_bytes=B * S, traffic=1e6 * B * S + 1e8, parameter_bytes=sympy.Integer(5))
+    cost = SymbolicCost(
+        tuple("BTHWL"),
+        flops_forward=3e9 * B * S + 1e5 * B * S**2,
+        flops_backward=6e9 * B * S + 2e5 * B * S**2,
+        attention_flops=3e5 * B * S**2,
+        saved_bytes=B * S,
+        traffic=1e6 * B * S + 1e8,
+        parameter_bytes=sympy.Integer(5),
+    )
     made = runs(lambda b, s: 0.1 + b * (9e9 * s / 3e14 + 3e5 * s * s / 4e14) + (1e6 * b * s + 1e8) / 4e12)
     fit = fit_cost(made, form="symbolic", cost=cost)
     assert fit.max_error < 1e-6
@@ -127,17 +139,41 @@ def test_benchmark_survives_oom_skips_larger_and_resumes(tmp_path):
 
     freed = []
     out = tmp_path / "runs.json"
-    r = shape_benchmark(step, [(1, 1, 1, int(s), 0) for s in TOKENS], warmup=1, repeats=3, device="cpu", path=out,
-                        reset=lambda: freed.append(1), progress=False)
+    r = shape_benchmark(
+        step,
+        [(1, 1, 1, int(s), 0) for s in TOKENS],
+        warmup=1,
+        repeats=3,
+        device="cpu",
+        path=out,
+        reset=lambda: freed.append(1),
+        progress=False,
+    )
     status = {row["S"]: row["status"] for row in r.rows}
-    assert status == {1000: "ok", 2000: "ok", 4000: "ok", 8000: "oom", 16000: "oom", 32000: "skipped", 64000: "skipped", 97200: "oom"}
+    assert status == {
+        1000: "ok",
+        2000: "ok",
+        4000: "ok",
+        8000: "oom",
+        16000: "oom",
+        32000: "skipped",
+        64000: "skipped",
+        97200: "oom",
+    }
     assert len(freed) == 3
     assert all(len(row["times"]) == 3 for row in r.rows if row["status"] == "ok")
     measured = {row["S"]: row["seconds"] for row in r.rows if row["status"] == "ok"}
     assert measured[4000] > measured[1000] > 1e-3
     before = len(calls)
-    again = shape_benchmark(step, [(1, 1, 1, int(s), 0) for s in TOKENS] + [(1, 1, 1, 500)], warmup=1, repeats=3, device="cpu",
-                            path=out, progress=False)
+    again = shape_benchmark(
+        step,
+        [(1, 1, 1, int(s), 0) for s in TOKENS] + [(1, 1, 1, 500)],
+        warmup=1,
+        repeats=3,
+        device="cpu",
+        path=out,
+        progress=False,
+    )
     assert len(calls) - before == 4  # only the new shape
     assert len(again.rows) == 9
     assert Runs.load(out).rows == again.rows
@@ -154,8 +190,15 @@ def test_other_errors_pass_through():
 
 
 def test_time_budget_ends_the_sweep_at_a_shape():
-    r = shape_benchmark(lambda s: time.sleep(0.05), [(1, 1, 1, i) for i in range(1, 20)], warmup=0, repeats=1, budget_s=0.2,
-                        device="cpu", progress=False)
+    r = shape_benchmark(
+        lambda s: time.sleep(0.05),
+        [(1, 1, 1, i) for i in range(1, 20)],
+        warmup=0,
+        repeats=1,
+        budget_s=0.2,
+        device="cpu",
+        progress=False,
+    )
     assert not r.complete
     assert 3 <= len(r.rows) <= 6
 
@@ -163,7 +206,7 @@ def test_time_budget_ends_the_sweep_at_a_shape():
 @pytest.mark.parametrize("limit", [0, 1, 5, 13, 40])
 def test_largest_batch_is_found_by_bisection(limit):
     def step(shape):
-        if shape.B > limit:
+        if limit < shape.B:
             raise MemoryError
 
     assert largest_batch(step, (1, 1, 1, 7), most=32, device="cpu") == min(limit, 32)
@@ -177,7 +220,9 @@ def worker(rank, folder):
             raise torch.OutOfMemoryError("only here")
         time.sleep(0.06 if rank == 1 else 0.005)
 
-    r = shape_benchmark(step, [(1, 1, 1, 1000), (1, 1, 1, 2000), (1, 1, 1, 3000)], warmup=0, repeats=3, device="cpu", progress=False)
+    r = shape_benchmark(
+        step, [(1, 1, 1, 1000), (1, 1, 1, 2000), (1, 1, 1, 3000)], warmup=0, repeats=3, device="cpu", progress=False
+    )
     with open(f"{folder}/{rank}.json", "w") as f:
         json.dump([[row["S"], row["status"], row["seconds"]] for row in r.rows], f)
     torch.distributed.destroy_process_group()

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+
 from graphopt.schedule.balance import lpt, refine
 from graphopt.schedule.costmodel import CostFit
 from graphopt.schedule.dataset import Samples
 from graphopt.schedule.planner import plan_batches
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 
 def optimum(cost: np.ndarray, ranks: int, speeds: np.ndarray) -> float:
@@ -15,16 +16,20 @@ def optimum(cost: np.ndarray, ranks: int, speeds: np.ndarray) -> float:
     size = n * ranks + 1
     once = np.zeros((n, size))
     for i in range(n):
-        once[i, i * ranks:(i + 1) * ranks] = 1
+        once[i, i * ranks : (i + 1) * ranks] = 1
     load = np.zeros((ranks, size))
     for r in range(ranks):
-        load[r, r:n * ranks:ranks] = cost / speeds[r]
+        load[r, r : n * ranks : ranks] = cost / speeds[r]
         load[r, -1] = -1
     objective = np.zeros(size)
     objective[-1] = 1
-    result = milp(objective, constraints=[LinearConstraint(once, 1, 1), LinearConstraint(load, -np.inf, 0)],
-                  integrality=np.r_[np.ones(size - 1), 0], bounds=Bounds(0, np.r_[np.ones(size - 1), np.inf]),
-                  options={"time_limit": 10, "mip_rel_gap": 0.002})
+    result = milp(
+        objective,
+        constraints=[LinearConstraint(once, 1, 1), LinearConstraint(load, -np.inf, 0)],
+        integrality=np.r_[np.ones(size - 1), 0],
+        bounds=Bounds(0, np.r_[np.ones(size - 1), np.inf]),
+        options={"time_limit": 10, "mip_rel_gap": 0.002},
+    )
     assert result.x is not None, result.message
     return float(result.mip_dual_bound)  # never above the optimum, so the comparison stays honest when time runs out
 
@@ -55,7 +60,9 @@ def test_lpt_keeps_its_bound_and_refine_never_harms():
             assert load.max() <= (4 / 3 - 1 / (3 * ranks)) * lower * 1.5 or len(load) == 1
             assert better.max() <= load.max() + 1e-9
             assert np.isclose(better.sum(), load.sum())
-            assert (np.bincount(after[step == s], minlength=ranks) > 0).all() == (np.bincount(first[step == s], minlength=ranks) > 0).all()
+            assert (np.bincount(after[step == s], minlength=ranks) > 0).all() == (
+                np.bincount(first[step == s], minlength=ranks) > 0
+            ).all()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -67,4 +74,4 @@ def test_whole_plan_against_the_oracle(ranks):
     plan = plan_batches(Samples.of_tokens(tokens), fit, ranks=ranks, m_mem=39000, tau=100)
     assert len(plan) == 1
     ours = np.bincount(plan.column("rank"), plan.column("cost_s")).max()
-    assert ours <= 1.02 * optimum(0.5 + 2.43e-4 * tokens + 9.2e-9 * tokens.astype(float)**2, ranks, np.ones(ranks))
+    assert ours <= 1.02 * optimum(0.5 + 2.43e-4 * tokens + 9.2e-9 * tokens.astype(float) ** 2, ranks, np.ones(ranks))

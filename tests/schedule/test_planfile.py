@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+
 from graphopt.errors import ConfigError, PlanInfeasible
 from graphopt.schedule.costmodel import CostFit, MemoryModel
 from graphopt.schedule.dataset import Samples, read_samples
@@ -15,8 +16,13 @@ from graphopt.schedule.planner import plan_batches
 from graphopt.schedule.shapes import LatentLayout
 
 FIT = CostFit.two_term(0.5, 2.43e-4, 9.2e-9, memory=MemoryModel(1e9, 1e5, 1e3))
-COLUMNS = {"id": ["a", "b", "c", "d"], "frames": [1, 81, 17, 1], "height": [256, 480, 480, 256],
-           "width": [256, 832, 832, 256], "caption_len": [3, 512, 513, 9]}
+COLUMNS = {
+    "id": ["a", "b", "c", "d"],
+    "frames": [1, 81, 17, 1],
+    "height": [256, 480, 480, 256],
+    "width": [256, 832, 832, 256],
+    "caption_len": [3, 512, 513, 9],
+}
 
 
 @pytest.fixture
@@ -120,8 +126,11 @@ def test_every_format_gives_the_same_shapes(source):
 
 def test_layout_and_own_column_names():
     table = pa.table({"nf": [17], "hh": [480], "ww": [832], "caption": ["text"]})
-    s = read_samples(table, layout=LatentLayout(vae=(8, 32, 32), patch=(1, 1, 1)),
-                     columns={"frames": "nf", "height": "hh", "width": "ww"})
+    s = read_samples(
+        table,
+        layout=LatentLayout(vae=(8, 32, 32), patch=(1, 1, 1)),
+        columns={"frames": "nf", "height": "hh", "width": "ww"},
+    )
     assert s.shapes.name(0) == "3x15x26"
     counts = read_samples(pa.table({"tokens": [5, 7, 5]}))
     assert counts.shapes.tokens[counts.shape_id].tolist() == [5, 7, 5]
@@ -133,17 +142,20 @@ def change(**columns):
     return pa.table({**COLUMNS, **columns})
 
 
-@pytest.mark.parametrize(("table", "error", "message"), [
-    (pa.table({"frames": [1], "height": [8]}), ConfigError, "missing column width"),
-    (change(height=[256, 0, 480, 256]), PlanInfeasible, r"height = 0 is outside(.|\n)*row 1"),
-    (change(width=[256, 1, -480, 256]), PlanInfeasible, r"width = -480 is outside(.|\n)*row 2"),
-    (change(frames=[1, None, 1, 1]), PlanInfeasible, r"'frames' is empty(.|\n)*row 1"),
-    (change(frames=[1, 2.5, 1, 1]), PlanInfeasible, "does not hold whole numbers"),
-    (change(frames=[1, 9, 10**9, 1]), PlanInfeasible, r"frames = 1000000000 is outside(.|\n)*row 2"),
-    (change(height=[256, 480, 480, 8]), PlanInfeasible, r"smaller than one patch(.|\n)*row 3"),
-    (change(id=["a", "b", "c", "b"]), PlanInfeasible, r"first is 'b' \(2 times\)(.|\n)*row 1"),
-    (pa.table({k: v[:0] for k, v in COLUMNS.items()}), PlanInfeasible, "no rows"),
-])
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        (pa.table({"frames": [1], "height": [8]}), ConfigError, "missing column width"),
+        (change(height=[256, 0, 480, 256]), PlanInfeasible, r"height = 0 is outside(.|\n)*row 1"),
+        (change(width=[256, 1, -480, 256]), PlanInfeasible, r"width = -480 is outside(.|\n)*row 2"),
+        (change(frames=[1, None, 1, 1]), PlanInfeasible, r"'frames' is empty(.|\n)*row 1"),
+        (change(frames=[1, 2.5, 1, 1]), PlanInfeasible, "does not hold whole numbers"),
+        (change(frames=[1, 9, 10**9, 1]), PlanInfeasible, r"frames = 1000000000 is outside(.|\n)*row 2"),
+        (change(height=[256, 480, 480, 8]), PlanInfeasible, r"smaller than one patch(.|\n)*row 3"),
+        (change(id=["a", "b", "c", "b"]), PlanInfeasible, r"first is 'b' \(2 times\)(.|\n)*row 1"),
+        (pa.table({k: v[:0] for k, v in COLUMNS.items()}), PlanInfeasible, "no rows"),
+    ],
+)
 def test_bad_metadata(table, error, message):
     with pytest.raises(error, match=message):
         read_samples(table)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from graphopt.errors import ConfigError, PlanInfeasible
 from graphopt.schedule.buckets import adaptive_batch, bucket_table
 from graphopt.schedule.costmodel import CostFit, MemoryModel
@@ -15,8 +18,6 @@ from graphopt.schedule.dataset import Samples
 from graphopt.schedule.plan import Plan
 from graphopt.schedule.planner import plan_batches
 from graphopt.schedule.problem import OVER_COMPUTE, OVER_MEMORY, REPEATED
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 FIT = CostFit.two_term(0.5, 2.43e-4, 9.2e-9, step_overhead_s=1.0)
 
@@ -51,18 +52,43 @@ SIZES = st.lists(st.sampled_from([64, 100, 256, 1000, 1024, 3000, 4096]), min_si
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(sizes=SIZES, ranks=st.integers(1, 7), policy=st.sampled_from(["step_balanced", "slots", "adaptive_load", "equal_token"]),
-       tail=st.sampled_from(["carry", "drop", "pad"]), tau=st.sampled_from([0.3, 1.3, 3.0]), seed=st.integers(0, 3),
-       allowed=st.sampled_from([None, (1, 2, 4), (2, 4, 6)]), slow=st.booleans(), window=st.sampled_from([None, 1, 3]))
+@given(
+    sizes=SIZES,
+    ranks=st.integers(1, 7),
+    policy=st.sampled_from(["step_balanced", "slots", "adaptive_load", "equal_token"]),
+    tail=st.sampled_from(["carry", "drop", "pad"]),
+    tau=st.sampled_from([0.3, 1.3, 3.0]),
+    seed=st.integers(0, 3),
+    allowed=st.sampled_from([None, (1, 2, 4), (2, 4, 6)]),
+    slow=st.booleans(),
+    window=st.sampled_from([None, 1, 3]),
+)
 def test_invariants(sizes, ranks, policy, tail, tau, seed, allowed, slow, window):
     samples = Samples.of_tokens(sizes)
     m_mem = 8192
-    kw = {"ranks": ranks, "m_mem": m_mem, "tail": tail, "tau": tau, "seed": seed, "allowed_b": allowed,
-          "speeds": [1.0 / (1 + (slow and r % 2)) for r in range(ranks)], "window_steps": window}
+    kw = {
+        "ranks": ranks,
+        "m_mem": m_mem,
+        "tail": tail,
+        "tau": tau,
+        "seed": seed,
+        "allowed_b": allowed,
+        "speeds": [1.0 / (1 + (slow and r % 2)) for r in range(ranks)],
+        "window_steps": window,
+    }
     kw |= {"sync": "microbatch", "microbatches": 2} if policy == "slots" else {}
     try:
-        plan = plan_batches(samples, FIT, policy="step_balanced" if policy == "slots" else policy, m_comp=3e7 if seed else None,
-                            **kw) if policy != "adaptive_load" else plan_batches(samples, FIT, policy=policy, m_comp=2e7, **kw)
+        plan = (
+            plan_batches(
+                samples,
+                FIT,
+                policy="step_balanced" if policy == "slots" else policy,
+                m_comp=3e7 if seed else None,
+                **kw,
+            )
+            if policy != "adaptive_load"
+            else plan_batches(samples, FIT, policy=policy, m_comp=2e7, **kw)
+        )
     except PlanInfeasible as e:
         # Only too few samples may be refused here, and padding never.
         assert tail != "pad" or policy in ("adaptive_load", "equal_token") or not len(samples), e
@@ -93,7 +119,10 @@ def test_adaptive_formula_on_a_table():
 def test_c19_limits():
     rows = bucket_table([1024, 4096, 16384], m_mem=32768, m_comp=2**26)
     assert [(r["batch"], r["binds"], r["flag"]) for r in rows] == [
-        (32, "memory", ""), (4, "compute", ""), (1, "compute", "over compute target")]
+        (32, "memory", ""),
+        (4, "compute", ""),
+        (1, "compute", "over compute target"),
+    ]
     with pytest.raises(PlanInfeasible, match="bucket 65536x1x1 has 65536 tokens, 32768 over the memory limit"):
         bucket_table([1024, 65536], m_mem=32768, m_comp=2**26)
 
@@ -145,17 +174,26 @@ def test_c19_cost_is_level_at_each_step():
 
 
 def test_c19_same_seed_same_plan_in_two_processes(tmp_path):
-    code = ("import sys; from graphopt.schedule.costmodel import CostFit; from graphopt.schedule.dataset import Samples\n"
-            "from graphopt.schedule.planner import plan_batches\n"
-            "s = Samples.of_tokens([256, 1024, 4096, 9000, 20000] * 300)\n"
-            "plan_batches(s, CostFit.two_term(0.5, 2.43e-4, 9.2e-9), ranks=4, m_mem=40000, seed=5).save(sys.argv[1])")
+    code = (
+        "import sys; from graphopt.schedule.costmodel import CostFit; from graphopt.schedule.dataset import Samples\n"
+        "from graphopt.schedule.planner import plan_batches\n"
+        "s = Samples.of_tokens([256, 1024, 4096, 9000, 20000] * 300)\n"
+        "plan_batches(s, CostFit.two_term(0.5, 2.43e-4, 9.2e-9), ranks=4, m_mem=40000, seed=5).save(sys.argv[1])"
+    )
     for name in "ab":
-        subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=True, env={"PYTHONHASHSEED": name == "a" and "1" or "2"})
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / name)],
+            check=True,
+            env={"PYTHONHASHSEED": (name == "a" and "1") or "2"},
+        )
     files = sorted(p.name for p in (tmp_path / "a").iterdir())
     assert files == sorted(p.name for p in (tmp_path / "b").iterdir())
     assert len(files) >= 3
     for f in files:
-        assert hashlib.sha256((tmp_path / "a" / f).read_bytes()).digest() == hashlib.sha256((tmp_path / "b" / f).read_bytes()).digest()
+        assert (
+            hashlib.sha256((tmp_path / "a" / f).read_bytes()).digest()
+            == hashlib.sha256((tmp_path / "b" / f).read_bytes()).digest()
+        )
 
 
 def test_c19_other_epoch_other_order_same_samples():
@@ -223,14 +261,27 @@ def test_windows_change_nothing_but_memory():
     assert whole.table() == windows.table()
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"policy": "best"}, "unknown policy 'best'"), ({"tail": "repeat"}, "unknown tail"), ({"sync": "slot"}, "unknown sync"),
-    ({"ranks": 3, "sp": 2}, "sp must divide ranks"), ({"ranks": 0}, "must be positive"), ({"tau": 0}, "tau must be positive"),
-    ({"speeds": [1.0]}, "speeds must be 2 positive"), ({"speeds": [1.0, 0.0]}, "speeds must be"),
-    ({"allowed_b": (2, 3)}, "allowed_b"), ({"allowed_b": ()}, "allowed_b"), ({"m_mem": None}, "needs a memory limit"),
-    ({"m_mem": -1}, "m_mem must be positive"), ({"microbatches": 2}, "each rank has its own number"),
-    ({"policy": "adaptive_load"}, "needs m_comp"), ({"only": np.array([99])}, "only holds row 99"),
-    ({"sp_efficiency": 1.5}, "sp_efficiency")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policy": "best"}, "unknown policy 'best'"),
+        ({"tail": "repeat"}, "unknown tail"),
+        ({"sync": "slot"}, "unknown sync"),
+        ({"ranks": 3, "sp": 2}, "sp must divide ranks"),
+        ({"ranks": 0}, "must be positive"),
+        ({"tau": 0}, "tau must be positive"),
+        ({"speeds": [1.0]}, "speeds must be 2 positive"),
+        ({"speeds": [1.0, 0.0]}, "speeds must be"),
+        ({"allowed_b": (2, 3)}, "allowed_b"),
+        ({"allowed_b": ()}, "allowed_b"),
+        ({"m_mem": None}, "needs a memory limit"),
+        ({"m_mem": -1}, "m_mem must be positive"),
+        ({"microbatches": 2}, "each rank has its own number"),
+        ({"policy": "adaptive_load"}, "needs m_comp"),
+        ({"only": np.array([99])}, "only holds row 99"),
+        ({"sp_efficiency": 1.5}, "sp_efficiency"),
+    ],
+)
 def test_options_that_cannot_be_used(change, message):
     with pytest.raises(ConfigError, match=message):
         plan_batches(Samples.of_tokens([1000] * 8), FIT, **{"ranks": 2, "m_mem": 4000, **change})
@@ -243,7 +294,9 @@ def test_small_tau_is_warned_about():
 
 
 def test_the_planner_does_not_import_the_surface():
-    code = ("import sys, graphopt.schedule.planner, graphopt.schedule.simulate\n"
-            "bad = [m for m in sys.modules if m.startswith('graphopt.passes') or m in ('torch', 'graphopt.backend')]\n"
-            "assert not bad, bad")
+    code = (
+        "import sys, graphopt.schedule.planner, graphopt.schedule.simulate\n"
+        "bad = [m for m in sys.modules if m.startswith('graphopt.passes') or m in ('torch', 'graphopt.backend')]\n"
+        "assert not bad, bad"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)

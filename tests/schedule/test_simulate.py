@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from graphopt.errors import ConfigError
 from graphopt.schedule.costmodel import CostFit
 from graphopt.schedule.dataset import Samples
@@ -66,7 +67,10 @@ def test_slow_rank_in_truth_only():
         simulate(plan, FLAT, noise=-1)
 
 
-@pytest.mark.parametrize(("ranks", "rows", "limit", "imbalance"), [(8, 12_000, 0.94, 0.01), (64, 30_000, 0.92, 0.01), (1024, 150_000, 0.90, 0.012)])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "limit", "imbalance"),
+    [(8, 12_000, 0.94, 0.01), (64, 30_000, 0.92, 0.01), (1024, 150_000, 0.90, 0.012)],
+)
 def test_bars_on_data_a(ranks, rows, limit, imbalance):
     samples = data.data_a(rows, seed=7)  # not the benchmark's seed
     plan = plan_batches(samples, data.WAN_14B, ranks=ranks, m_mem=data.CAP_A, tau=1.3)
@@ -74,7 +78,11 @@ def test_bars_on_data_a(ranks, rows, limit, imbalance):
     assert r.limit_fraction >= limit
     assert r.imbalance <= imbalance
     assert r.token_cv <= 0.02
-    random = simulate(plan_batches(samples, data.WAN_14B, ranks=ranks, m_mem=data.CAP_A, policy="equal_token"), data.WAN_14B, noise=0.03)
+    random = simulate(
+        plan_batches(samples, data.WAN_14B, ranks=ranks, m_mem=data.CAP_A, policy="equal_token"),
+        data.WAN_14B,
+        noise=0.03,
+    )
     assert r.tokens_per_s > 1.5 * random.tokens_per_s
 
 
@@ -99,12 +107,18 @@ def test_published_regime():
     samples, cost = data.paper_regime(60_000, seed=3), data.PAPER_COST
     got = {}
     for ranks in (8, 16):
-        before, after = (simulate(plan_batches(samples, cost, ranks=ranks, m_mem=data.PAPER_M_MEM, policy=p), cost, noise=0)
-                         for p in ("equal_token", "adaptive_load"))
+        before, after = (
+            simulate(plan_batches(samples, cost, ranks=ranks, m_mem=data.PAPER_M_MEM, policy=p), cost, noise=0)
+            for p in ("equal_token", "adaptive_load")
+        )
         got[f"gain_{ranks}"] = after.tokens_per_s / before.tokens_per_s - 1
         if ranks == 16:
-            got |= {"load_cv_before": before.load_cv, "load_cv_after": after.load_cv, "step_cv_before": before.step_cv,
-                    "step_cv_after": after.step_cv}
+            got |= {
+                "load_cv_before": before.load_cv,
+                "load_cv_after": after.load_cv,
+                "step_cv_before": before.step_cv,
+                "step_cv_after": after.step_cv,
+            }
     for name, published in data.PAPER_FIGURES.items():
         assert abs(got[name] / published - 1) <= 0.17, name
     ours = simulate(plan_batches(samples, cost, ranks=16, m_mem=data.PAPER_M_MEM, tau=4), cost, noise=0)

@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import sympy
 import typer
+from typer.testing import CliRunner
+
 from graphopt._plan_cli import mount
 from graphopt.errors import ConfigError, PlanInfeasible
 from graphopt.schedule import report
@@ -25,7 +27,6 @@ from graphopt.schedule.simulate import simulate
 from graphopt.schedule.symbolic import symbol
 from graphopt.schedule.tables import nemo, open_sora, read_table, write_table
 from graphopt.schedule.webdataset import index_webdataset
-from typer.testing import CliRunner
 
 FIT = CostFit.two_term(0.5, 2.43e-4, 9.2e-9, step_overhead_s=1.0)
 LAYOUT = LatentLayout()
@@ -34,8 +35,14 @@ LAYOUT = LatentLayout()
 def rows(n=300, seed=0):
     rng = np.random.default_rng(seed)
     video = rng.random(n) < 0.5
-    return pa.table({"id": [f"clip{i}" for i in range(n)], "frames": np.where(video, rng.choice([17, 49, 81], n), 1),
-                     "height": np.where(video, 480, 512), "width": np.where(video, 832, 512)})
+    return pa.table(
+        {
+            "id": [f"clip{i}" for i in range(n)],
+            "frames": np.where(video, rng.choice([17, 49, 81], n), 1),
+            "height": np.where(video, 480, 512),
+            "width": np.where(video, 832, 512),
+        }
+    )
 
 
 OPEN_SORA = """# comment
@@ -49,10 +56,20 @@ bucket_config = {
 def test_open_sora_in(tmp_path):
     (tmp_path / "config.py").write_text(OPEN_SORA)
     table = read_table(tmp_path / "config.py")
-    assert [(b.frames, b.batch, b.probability) for b in table.buckets] == [(1, 50, 1.0), (1, 20, 0.5), (51, 8, 1.0), (102, 4, 0.33)]
+    assert [(b.frames, b.batch, b.probability) for b in table.buckets] == [
+        (1, 50, 1.0),
+        (1, 20, 0.5),
+        (51, 8, 1.0),
+        (102, 4, 0.33),
+    ]
     samples = read_samples(rows())
     limits = table.limits(samples.shapes, LAYOUT)
-    assert {samples.shapes.name(i): int(b) for i, b in enumerate(limits)} == {"1x32x32": 50, "5x30x52": 8, "13x30x52": 8, "21x30x52": 4}
+    assert {samples.shapes.name(i): int(b) for i, b in enumerate(limits)} == {
+        "1x32x32": 50,
+        "5x30x52": 8,
+        "13x30x52": 8,
+        "21x30x52": 4,
+    }
     plan = plan_batches(samples, FIT, ranks=2, limits=limits, policy="equal_token")
     largest = {plan.shapes.name(mb.shape): 0 for mb in plan.microbatches()}
     for mb in plan.microbatches():
@@ -91,7 +108,9 @@ def test_a_shared_bucket_gets_the_batch_that_is_safe_for_all():
 
 def test_nemo_and_bad_tables(tmp_path):
     (tmp_path / "n.yaml").write_text("bucket_duration_bins: [1.1, 4.0]\nbucket_batch_size: [8, 2]\n")
-    assert read_table(tmp_path / "n.yaml").limits(ShapeTable.of([[5, 30, 52, 0], [13, 30, 52, 0]]), LAYOUT).tolist() == [8, 2]
+    assert read_table(tmp_path / "n.yaml").limits(
+        ShapeTable.of([[5, 30, 52, 0], [13, 30, 52, 0]]), LAYOUT
+    ).tolist() == [8, 2]
     with pytest.raises(ConfigError, match="2 bucket_duration_bins but 1"):
         nemo([1, 2], [3])
     (tmp_path / "bad").write_text("bucket_config = {'480p': {51: (1.0,")
@@ -104,7 +123,10 @@ def test_nemo_and_bad_tables(tmp_path):
 def shard(path, samples):
     with tarfile.open(path, "w") as tar:
         for key, meta in samples.items():
-            for suffix, data in (("mp4", b"x" * 700), ("json", json.dumps(meta).encode() if meta is not None else None)):
+            for suffix, data in (
+                ("mp4", b"x" * 700),
+                ("json", json.dumps(meta).encode() if meta is not None else None),
+            ):
                 if data is not None:
                     info = tarfile.TarInfo(f"{key}.{suffix}")
                     info.size = len(data)
@@ -112,8 +134,13 @@ def shard(path, samples):
 
 
 def test_webdataset_index(tmp_path):
-    shard(tmp_path / "a.tar", {"000": {"num_frames": 17, "height": 480, "width": 832, "caption": "a cat on a mat"},
-                               "001": {"num_frames": 1, "height": 512, "width": 512, "caption": "b"}})
+    shard(
+        tmp_path / "a.tar",
+        {
+            "000": {"num_frames": 17, "height": 480, "width": 832, "caption": "a cat on a mat"},
+            "001": {"num_frames": 1, "height": 512, "width": 512, "caption": "b"},
+        },
+    )
     shard(tmp_path / "b.tar", {"000": {"num_frames": 81, "height": 480, "width": 832, "caption": "c"}})
     assert index_webdataset([tmp_path / "a.tar", tmp_path / "b.tar"], tmp_path / "i.parquet") == 3
     s = read_samples(tmp_path / "i.parquet")
@@ -138,7 +165,9 @@ def test_webdataset_index(tmp_path):
 def test_builtin_model_against_its_dimensions():
     """Wan 2.1 14B: 40 layers of width 5120, feed-forward 13,824; 2 operations per weight and token, forward."""
     cost = model_cost("wan-14b").total
-    weights = 40 * (4 * 5120**2 + 2 * 5120**2 + 2 * 5120 * 13824)  # self-attention, q and out of cross-attention, feed-forward
+    weights = 40 * (
+        4 * 5120**2 + 2 * 5120**2 + 2 * 5120 * 13824
+    )  # self-attention, q and out of cross-attention, feed-forward
     b, t, h, w, caption = (symbol(x) for x in "BTHWL")
     forward = sympy.Poly(cost.flops_forward, b, t, h, w, caption)
     assert abs(int(forward.coeff_monomial(b * t * h * w)) / (2 * weights) - 1) < 0.001
@@ -224,7 +253,21 @@ def cli(tmp_path, monkeypatch):
 
 
 def test_cli_plan_show_table(cli, tmp_path):
-    got = cli("plan", "--manifest", "data.parquet", "--fit", "fit.json", "--ranks", "4", "--m-mem", "33000", "--out", "p", "--html", "p.html")
+    got = cli(
+        "plan",
+        "--manifest",
+        "data.parquet",
+        "--fit",
+        "fit.json",
+        "--ranks",
+        "4",
+        "--m-mem",
+        "33000",
+        "--out",
+        "p",
+        "--html",
+        "p.html",
+    )
     assert got.exit_code == 0, got.output
     assert "every sample exactly once" in got.output
     assert Plan.load("p").ranks == 4
@@ -244,13 +287,21 @@ def test_cli_plan_from_a_model_alone(cli):
 
 
 def test_cli_errors_have_exit_code_2(cli):
-    for args, message in ((("plan", "--manifest", "no.parquet", "--fit", "fit.json", "--m-mem", "1"), "does not exist"),
-                          (("plan", "--manifest", "data.parquet"), "either --fit or --model"),
-                          (("plan", "--manifest", "data.parquet", "--fit", "fit.json"), "needs a memory limit"),
-                          (("plan", "--manifest", "data.parquet", "--fit", "fit.json", "--m-mem", "9", "--vae", "4,8"), "--vae must be three"),
-                          (("plan", "--manifest", "data.parquet", "--fit", "fit.json", "--m-mem", "900"), "do not fit in memory"),
-                          (("plan", "show", "nowhere"), "not a plan folder"), (("simulate",), "needs --manifest"),
-                          (("fit", "nothing"), "neither a file"), (("fit", "no_such_module:f"), "cannot be imported"), (("plan",), "Usage")):
+    for args, message in (
+        (("plan", "--manifest", "no.parquet", "--fit", "fit.json", "--m-mem", "1"), "does not exist"),
+        (("plan", "--manifest", "data.parquet"), "either --fit or --model"),
+        (("plan", "--manifest", "data.parquet", "--fit", "fit.json"), "needs a memory limit"),
+        (
+            ("plan", "--manifest", "data.parquet", "--fit", "fit.json", "--m-mem", "9", "--vae", "4,8"),
+            "--vae must be three",
+        ),
+        (("plan", "--manifest", "data.parquet", "--fit", "fit.json", "--m-mem", "900"), "do not fit in memory"),
+        (("plan", "show", "nowhere"), "not a plan folder"),
+        (("simulate",), "needs --manifest"),
+        (("fit", "nothing"), "neither a file"),
+        (("fit", "no_such_module:f"), "cannot be imported"),
+        (("plan",), "Usage"),
+    ):
         got = cli(*args)
         assert got.exit_code == 2, (args, got.output)
         assert message in got.output, (args, got.output)
@@ -258,8 +309,21 @@ def test_cli_errors_have_exit_code_2(cli):
 
 def test_cli_fit_measures_and_simulate_compares(cli, tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / "mine_step.py").write_text("import time\ndef make():\n    return lambda s: time.sleep(1e-3 + 2e-7 * s.B * s.S)\n")
-    got = cli("fit", "mine_step:make", "--tokens", "20000,50000,100000,200000", "--out", "f.json", "--plot", "f.png", "--max-error", "0.5")
+    (tmp_path / "mine_step.py").write_text(
+        "import time\ndef make():\n    return lambda s: time.sleep(1e-3 + 2e-7 * s.B * s.S)\n"
+    )
+    got = cli(
+        "fit",
+        "mine_step:make",
+        "--tokens",
+        "20000,50000,100000,200000",
+        "--out",
+        "f.json",
+        "--plot",
+        "f.png",
+        "--max-error",
+        "0.5",
+    )
     assert got.exit_code == 0, got.output
     assert CostFit.load("f.json").source == "measured"
     assert (tmp_path / "f.png").stat().st_size > 5000
@@ -268,8 +332,23 @@ def test_cli_fit_measures_and_simulate_compares(cli, tmp_path):
     assert refused.exit_code == 2
     assert (tmp_path / "g.png").exists()
     assert not (tmp_path / "g.json").exists()
-    got = cli("simulate", "--manifest", "data.parquet", "--fit", "fit.json", "--m-mem", "33000", "--m-comp", "1e9", "--ranks", "2,4",
-              "--out", "s.json", "--plot", "s.png")
+    got = cli(
+        "simulate",
+        "--manifest",
+        "data.parquet",
+        "--fit",
+        "fit.json",
+        "--m-mem",
+        "33000",
+        "--m-comp",
+        "1e9",
+        "--ranks",
+        "2,4",
+        "--out",
+        "s.json",
+        "--plot",
+        "s.png",
+    )
     assert got.exit_code == 0, got.output
     assert len(json.loads((tmp_path / "s.json").read_text())) == 6
     assert (tmp_path / "s.png").stat().st_size > 5000
