@@ -1,6 +1,6 @@
 """The planner's bars: `python benchmarks/schedule.py [simulate] [paper] [speed] [cost]` (all by default).
 
-Writes benchmarks/results/<machine>/schedule.json; rows that were measured again are replaced, others kept. 
+Writes benchmarks/results/<machine>/schedule.json; rows that were measured again are replaced, others kept.
 `--machine` names the machine.  Needs no GPU: rows of `simulate` and `paper` carry `"simulated": true`.
 """
 
@@ -287,8 +287,9 @@ def main() -> None:
     for r in rows:
         if r["check"] == "simulate":
             print(
-                f"{r['data']:13} {r['ranks']:5} {r['policy']:14} {r['mode']:15} tau {r['tau']}  limit {r['limit_fraction']:.1%}  bubble "
-                f"{r['bubble']:.1%}  load CV {r['load_cv']:.1%}  step CV {r['step_cv']:.1%}  token CV {r['token_cv']:.2%}  imbalance "
+                f"{r['data']:13} {r['ranks']:5} {r['policy']:14} {r['mode']:15} tau {r['tau']}  "
+                f"limit {r['limit_fraction']:.1%}  bubble {r['bubble']:.1%}  load CV {r['load_cv']:.1%}  "
+                f"step CV {r['step_cv']:.1%}  token CV {r['token_cv']:.2%}  imbalance "
                 f"{r['imbalance']:.2%}"
             )
         elif r["check"] == "paper_figures":

@@ -6,21 +6,15 @@ The main command line mounts them with `mount(app)`.  Everything heavy is import
 from __future__ import annotations
 
 import functools
-import importlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from graphopt.errors import ConfigError, GraphoptError
-
-if TYPE_CHECKING:
-    from graphopt.schedule.costmodel import CostFit
-    from graphopt.schedule.shapes import LatentLayout
 
 plan_app = typer.Typer(
     help="Plan batches of whole optimizer steps; `plan show DIR` looks at one.",
@@ -90,58 +84,6 @@ def progress(text: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _triple(text: str, name: str) -> tuple[int, int, int]:
-    """Three integers."""
-    try:
-        a, b, c = (int(x) for x in text.split(","))
-    except ValueError as e:
-        raise ConfigError(f"--{name} must be three integers like 4,8,8, not {text!r}") from e
-    return a, b, c
-
-
-def _numbers(text: str | None, name: str, kind: type) -> list[Any] | None:
-    """A list of numbers."""
-    if text is None:
-        return None
-    try:
-        return [kind(x) for x in text.split(",")]
-    except ValueError as e:
-        raise ConfigError(f"--{name} must be numbers like 1,2,4, not {text!r}") from e
-
-
-def _layout(vae: str, patch: str) -> LatentLayout:
-    from graphopt.schedule.shapes import LatentLayout
-
-    return LatentLayout(_triple(vae, "vae"), _triple(patch, "patch"))
-
-
-def _cost(
-    fit_file: Path | None,
-    model: str | None,
-    gpu: str,
-    remat: str,
-    ranks: int,
-    m_mem: float | None,
-    memory_gib: float | None,
-) -> tuple[CostFit, float | None]:
-    """(cost model, memory limit in bytes)."""
-    from graphopt.schedule.costmodel import CostFit
-    from graphopt.schedule.hardware import analytic_fit, hardware
-    from graphopt.schedule.models import model_cost
-
-    limit = None if memory_gib is None else memory_gib * 2**30
-    if (fit_file is None) == (model is None):
-        raise ConfigError(
-            "give either --fit or --model", remedy="`graphopt fit` makes a fit; --model needs no measurement"
-        )
-    if fit_file is not None:
-        return CostFit.load(fit_file), limit
-    device = hardware(gpu)
-    cost = analytic_fit(model_cost(str(model)), device, remat=remat, data_parallel=ranks)
-    # A tenth is left for fragmentation and what the trace does not see.
-    return cost, limit if limit is not None or m_mem is not None else 0.9 * device.memory
-
-
 @plan_app.callback()
 @reported
 def plan(
@@ -186,13 +128,13 @@ def plan(
     if manifest is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(2)
-    from graphopt.schedule import report
+    from graphopt.schedule import options, page, report
     from graphopt.schedule.dataset import read_samples
     from graphopt.schedule.planner import plan_batches
     from graphopt.schedule.tables import read_table
 
-    cost, memory_bytes = _cost(fit_file, model, gpu, remat, ranks, m_mem, memory_gib)
-    layout = _layout(vae, patch)
+    cost, memory_bytes = options.cost(fit_file, model, gpu, remat, ranks, m_mem, memory_gib)
+    layout = options.layout(vae, patch)
     samples = read_samples(manifest, layout=layout, caption_bin=caption_bin)
     limits = None if table is None else read_table(table).limits(samples.shapes, layout)
     with progress("planning steps") as show:
@@ -209,8 +151,8 @@ def plan(
             tau=tau,
             sync=sync,
             microbatches=microbatches,
-            allowed_b=_numbers(allowed_b, "allowed-b", int),
-            speeds=_numbers(speeds, "speeds", float),
+            allowed_b=options.numbers(allowed_b, "allowed-b", int),
+            speeds=options.numbers(speeds, "speeds", float),
             sp=sp,
             tail=tail,
             limits=limits,
@@ -220,7 +162,7 @@ def plan(
         )
     typer.echo(report.text(made))
     if html is not None:
-        report.to_html(made, html)
+        page.to_html(made, html)
         typer.echo(f"wrote {html}")
     typer.echo(f"wrote {out}" if out is not None else "not saved: give --out DIR")
 
@@ -236,13 +178,13 @@ def show(
 
     Example: graphopt plan show plan/ --step 0 --html plan.html
     """
-    from graphopt.schedule import report
+    from graphopt.schedule import page, report
     from graphopt.schedule.plan import Plan
 
     made = Plan.load(folder)
     typer.echo(report.text(made, step=step))
     if html is not None:
-        report.to_html(made, html)
+        page.to_html(made, html)
         typer.echo(f"wrote {html}")
 
 
@@ -278,6 +220,7 @@ def table(
     """
     import numpy as np
 
+    from graphopt.schedule import options
     from graphopt.schedule.plan import Plan
     from graphopt.schedule.tables import write_table
 
@@ -288,7 +231,11 @@ def table(
     s = made.shapes
     typer.echo(
         write_table(
-            kind, type(s)(s.t[used], s.h[used], s.w[used], s.caption[used]), batch[used], _layout(vae, patch), fps=fps
+            kind,
+            type(s)(s.t[used], s.h[used], s.w[used], s.caption[used]),
+            batch[used],
+            options.layout(vae, patch),
+            fps=fps,
         ),
         nl=False,
     )
@@ -318,12 +265,13 @@ def fit(
 
     Example: torchrun --nproc_per_node 8 -m graphopt fit train:make_step --tokens 1024,8192,32768 --out fit.json
     """
+    from graphopt.schedule import options
     from graphopt.schedule.fitting import fit_cost
     from graphopt.schedule.models import model_cost
 
     # Under torchrun rank 0 writes and prints; every rank measures.
     first = int(os.environ.get("RANK", "0")) == 0
-    measured = _measured(source, tokens, caption, budget_s, runs)
+    measured = options.measured(source, tokens, caption, budget_s, runs)
     if not first:
         return
     cost = model_cost(model).total if model else None
@@ -331,7 +279,7 @@ def fit(
         made = fit_cost(measured, form, cost=cost, max_error=max_error, step_overhead_s=step_overhead_s)
     except GraphoptError:
         if plot is not None and len(measured.rows) >= 4:
-            from graphopt.schedule.report import plot_fit
+            from graphopt.schedule.plots import plot_fit
 
             plot_fit(
                 fit_cost(measured, form, cost=cost, refuse=False), plot
@@ -349,39 +297,10 @@ def fit(
     for e in sorted(made.errors, key=lambda e: -abs(e["error"])):
         typer.echo(f"  B = {e['B']:<4} S = {e['S']:<8} {e['seconds']:10.4f} s  {e['error']:+.1%}")
     if plot is not None:
-        from graphopt.schedule.report import plot_fit
+        from graphopt.schedule.plots import plot_fit
 
         plot_fit(made, plot)
     typer.echo(f"wrote {out}" + (f" and {plot}" if plot else ""))
-
-
-def _measured(source: str, tokens: str, caption: int, budget_s: float, runs: Path) -> Any:
-    """Runs from a file, or measured now."""
-    from graphopt.schedule.bench import Runs, shape_benchmark, sweep
-
-    if Path(source).is_file():
-        return Runs.load(source)
-    module, _, name = source.partition(":")
-    if not name:
-        raise ConfigError(
-            f"{source!r} is neither a file nor pkg.module:factory",
-            remedy="give runs.json, or a factory of your step function",
-        )
-    sys.path.insert(0, os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(
-            f"the factory cannot be imported: {e}", where=source, remedy="run from the folder that holds the module"
-        ) from e
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        import torch
-
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    return shape_benchmark(
-        factory(), sweep(_numbers(tokens, "tokens", int) or [], caption=caption), budget_s=budget_s, path=runs
-    )
 
 
 @reported
@@ -412,7 +331,7 @@ def simulate(
 
     Example: graphopt simulate --manifest data.parquet --fit fit.json --m-mem 97200 --ranks 8,64 --plot policies.png
     """
-    from graphopt.schedule import report
+    from graphopt.schedule import options, plots, report
     from graphopt.schedule.costmodel import write_json
     from graphopt.schedule.dataset import read_samples
     from graphopt.schedule.planner import plan_batches
@@ -420,12 +339,12 @@ def simulate(
 
     if manifest is None:
         raise ConfigError("simulate needs --manifest", remedy="graphopt simulate --help shows an example")
-    samples = read_samples(manifest, layout=_layout(vae, patch), caption_bin=caption_bin)
-    counts, names = _numbers(ranks, "ranks", int) or [], policies.split(",")
+    samples = read_samples(manifest, layout=options.layout(vae, patch), caption_bin=caption_bin)
+    counts, names = options.numbers(ranks, "ranks", int) or [], policies.split(",")
     results = []
     with progress("simulating designs") as bar:
         for n in counts:
-            cost, memory_bytes = _cost(fit_file, model, gpu, remat, n, m_mem, memory_gib)
+            cost, memory_bytes = options.cost(fit_file, model, gpu, remat, n, m_mem, memory_gib)
             for policy in names:
                 mem = m_mem
                 if policy == "adaptive_load" and mem is None and cost.memory is not None and memory_bytes is not None:
@@ -447,7 +366,7 @@ def simulate(
     if out is not None:
         write_json(out, [{**r.to_json(), "noise": noise, "simulated": True} for _, r in results])
     if plot is not None:
-        report.plot_comparison(results, plot)
+        plots.plot_comparison(results, plot)
     for path in (out, plot):
         if path is not None:
             typer.echo(f"wrote {path}")

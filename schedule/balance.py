@@ -1,7 +1,7 @@
 """Units of one shape in, ranks out: LPT, then swaps between the fullest and the emptiest ranks.
 
 All steps of a window are refined together in numpy: pair the i-th fullest with the i-th emptiest rank of each step,
-try every exchange of one unit against one unit or against nothing, keep the one that levels the pair best, repeat. 
+try every exchange of one unit against one unit or against nothing, keep the one that levels the pair best, repeat.
 Where that stalls, split the units of a pair afresh in the best of all ways.  Against HiGHS on small cases this ends
 within 2 % of the optimum (tests/schedule/test_oracle.py).
 """

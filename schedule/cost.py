@@ -172,9 +172,9 @@ def _input_sizes(gm: fx.GraphModule) -> dict[str, Any]:
         value = n.meta.get("example_value")
         if n.op == "placeholder" and isinstance(value, torch.Tensor):
             argument = n.meta.get("grapharg")
-            source = getattr(argument, "source", None)
-            name = source.name() if callable(getattr(source, "name", None)) else str(getattr(source, "name", n.name))
-            sizes[name] = value
+            # A method in some versions of torch, a property in others.
+            name = getattr(getattr(argument, "source", None), "name", n.name)
+            sizes[name() if callable(name) else str(name)] = value
     return sizes
 
 

@@ -200,20 +200,24 @@ class CostFit:
         return f"{self.form}: {numbers} ({quality}; source: {self.source})"
 
 
-def write_json(path: str | Path, data: Any) -> None:
-    """Write JSON through a temporary file and a rename, so that no reader meets half a file."""
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write a file through a temporary one and a rename, so that no reader meets half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w") as f:
-            json.dump(data, f, indent=1, sort_keys=True, allow_nan=False)
-            f.write("\n")
+        with os.fdopen(handle, "wb") as f:
+            f.write(data)
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Write JSON, whole or not at all."""
+    write_whole(path, (json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: str | Path) -> Any:

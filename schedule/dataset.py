@@ -256,7 +256,7 @@ def _shape_ids(
     caption = values.get("caption")
     padded = np.zeros(1, np.int64) if caption is None else -(-caption // caption_bin) * caption_bin
     if "tokens" in values:
-        t, h, w = values["tokens"], np.ones(1, np.int64), np.ones(1, np.int64)
+        t = values["tokens"]
         keyed = (t << 13) | (padded // caption_bin)
     else:
         # One int64 key per pixel shape: Arrow's hash finds the distinct ones far faster than sorting four columns.

@@ -217,4 +217,5 @@ def fit_memory(runs: Any) -> MemoryModel:
     scale = np.where(scaled.max(0) > 0, scaled.max(0), 1)
     solution, _ = scipy.optimize.nnls(scaled / scale, np.ones(len(peak)))
     solution /= scale
-    return MemoryModel(*(float(x) for x in solution), max_error=float(np.abs(columns @ solution / peak - 1).max()))
+    m0, m1, m2 = (float(x) for x in solution)
+    return MemoryModel(m0, m1, m2, max_error=float(np.abs(columns @ solution / peak - 1).max()))

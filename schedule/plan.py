@@ -199,7 +199,8 @@ class Plan:
         if samples.fingerprint != self.manifest["dataset"]["fingerprint"]:
             made = self.manifest["dataset"]
             raise PlanInfeasible(
-                f"the plan was made for another data set ({made['rows']} rows, fingerprint {made['fingerprint'][:12]}); this one "
+                f"the plan was made for another data set ({made['rows']} rows, fingerprint "
+                f"{made['fingerprint'][:12]}); this one "
                 f"has {len(samples)} rows and fingerprint {samples.fingerprint[:12]}",
                 where=samples.where,
                 remedy="plan again, with the same layout and caption_bin if the file is the same",

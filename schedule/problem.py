@@ -76,11 +76,13 @@ class Problem:
         shown = ", ".join(self.samples.name(int(r)) for r in rows[:10])
         shapes = ", ".join(f"{self.samples.shapes.name(int(s))} ({self.tokens[s]} tokens)" for s in bad[:5])
         raise PlanInfeasible(
-            f"{len(rows)} samples do not fit in memory{'' if self.atom == 1 else f' at the smallest allowed B = {self.atom}'}: "
+            f"{len(rows)} samples do not fit in memory"
+            f"{'' if self.atom == 1 else f' at the smallest allowed B = {self.atom}'}: "
             f"{shown}{', ...' if len(rows) > 10 else ''}",
             where=f"{self.samples.where}; buckets {shapes}{', ...' if len(bad) > 5 else ''}; the largest sample has "
             f"{self.tokens[worst]} tokens",
-            remedy="raise m_mem, use sequence parallelism (sp=2, 4, ...), or remove these samples; they are never cut or "
+            remedy="raise m_mem, use sequence parallelism (sp=2, 4, ...), or remove these samples; "
+            "they are never cut or "
             "run over the cap",
         )
 

@@ -52,7 +52,7 @@ def plan(problem: Problem) -> tuple[Iterator[Window], Leftover, int]:
     else:
         mark = np.zeros(len(start), bool)
     if repeated or p.tail == "pad":
-        seen_again = second_uses(rows).reshape(-1, p.atom).any(1)
+        seen_again: np.ndarray = np.any(second_uses(rows).reshape(-1, p.atom), axis=1)
         mark |= np.logical_or.reduceat(seen_again[_rows(np.arange(len(atoms)), start, size)], np.cumsum(size) - size)
     u_shape = shape[start]
     cost = p.fixed[u_shape] + size * p.atom * p.each[u_shape]
@@ -110,9 +110,9 @@ def _units(p: Problem, shape: np.ndarray, multiple: int) -> tuple[np.ndarray, np
     begin = np.flatnonzero(np.r_[True, np.diff(shape) != 0])
     count = np.diff(np.r_[begin, len(shape)])
     allowed = tuple(b // p.atom for b in p.allowed) if p.allowed else None
-    group, size = split_sizes(count, most[shape[begin]], allowed)
+    _, size = split_sizes(count, most[shape[begin]], allowed)
     if len(size) < multiple:
-        group, size = split_sizes(count, np.ones_like(count), allowed)
+        _, size = split_sizes(count, np.ones_like(count), allowed)
     ends = np.cumsum(size)
     start = ends - size  # groups are consecutive in `shape`, and so are their units
     if p.allowed or len(shape) < len(start) + -len(start) % multiple:

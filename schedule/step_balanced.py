@@ -96,7 +96,8 @@ def too_few(p: Problem, rows: np.ndarray, left: Leftover) -> tuple[np.ndarray, L
         left.dropped = np.sort(np.concatenate([left.dropped, rows]))
         return rows[:0], left, 0
     raise PlanInfeasible(
-        f"{len(rows)} samples ({len(rows) // p.atom} units of {p.atom}) cannot give each of {p.groups} data-parallel groups "
+        f"{len(rows)} samples ({len(rows) // p.atom} units of {p.atom}) cannot give each of {p.groups} "
+        "data-parallel groups "
         "one microbatch",
         where=p.samples.where,
         remedy='use fewer ranks, tail="pad" (repeats are listed) or tail="drop"',

@@ -64,9 +64,7 @@ class SymbolicCost:
 
     def __mul__(self, count: int) -> SymbolicCost:
         """`count` such blocks in a row."""
-        return replace(
-            self, **self._map(lambda e: e * count), at_one={d: c * count for d, c in self.at_one.items()}
-        )
+        return replace(self, **self._map(lambda e: e * count), at_one={d: c * count for d, c in self.at_one.items()})
 
     __rmul__ = __mul__
 

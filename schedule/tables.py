@@ -86,7 +86,8 @@ class BucketTable:
             held = [b for b in self.buckets if self._holds(b, shapes, i, int(frames[i]), float(area[i]), layout, fps)]
             if not held:
                 raise ConfigError(
-                    f"no bucket of the {self.origin} table holds shape {shapes.name(i)} ({frames[i]} frames, {area[i]} pixels)",
+                    f"no bucket of the {self.origin} table holds shape {shapes.name(i)} "
+                    f"({frames[i]} frames, {area[i]} pixels)",
                     remedy="add a bucket, or remove these samples",
                 )
             best = min(

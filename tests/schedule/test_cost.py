@@ -14,7 +14,7 @@ from graphopt.schedule.formulas import computes
 from graphopt.schedule.symbolic import SymbolicCost, symbol
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "models"), str(Path(__file__).parents[2] / "benchmarks")]
-import schedule_cost
+import schedule_cost  # noqa: E402 - found through the path above
 
 B, S, L = (symbol(x) for x in "BSL")
 

@@ -68,7 +68,7 @@ def test_power_law_misses_two_term_times():
 
 
 def test_symbolic_form_takes_its_terms_from_the_cost():
-    B, T, H, W, L = (symbol(x) for x in "BTHWL")
+    B, T, H, W = (symbol(x) for x in "BTHW")
     S = T * H * W
     cost = SymbolicCost(
         tuple("BTHWL"),

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from graphopt._plan_cli import mount
 from graphopt.errors import ConfigError, PlanInfeasible
-from graphopt.schedule import report
+from graphopt.schedule import page as pages
+from graphopt.schedule import plots, report
 from graphopt.schedule.costmodel import CostFit
 from graphopt.schedule.dataset import read_samples
 from graphopt.schedule.hardware import analytic_fit, hardware
@@ -214,7 +215,7 @@ def test_text_report(plan):
 
 def test_html_is_one_file_with_the_plan_in_it(plan, tmp_path):
     pytest.importorskip("matplotlib")
-    page = report.to_html(plan, tmp_path / "plan.html").read_text()
+    page = pages.to_html(plan, tmp_path / "plan.html").read_text()
     assert page.count("data:image/png;base64,") == 4
     assert not re.search(r"(src|href)=\"https?:", page)
     assert page.count("<tr>") > min(1000, plan.manifest["totals"]["microbatches"])
@@ -227,7 +228,7 @@ def test_html_escapes_and_slot_mode_and_one_step(tmp_path):
     pytest.importorskip("matplotlib")
     slots = plan_batches(read_samples(rows(9)), FIT, ranks=2, m_mem=33000, sync="microbatch", microbatches=2)
     slots.manifest["warnings"] = ["<script>x</script>"]
-    page = report.to_html(slots, tmp_path / "p.html").read_text()
+    page = pages.to_html(slots, tmp_path / "p.html").read_text()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
 
@@ -235,11 +236,11 @@ def test_html_escapes_and_slot_mode_and_one_step(tmp_path):
 def test_plots_are_written(plan, tmp_path):
     pytest.importorskip("matplotlib")
     results = [("step_balanced", simulate(plan, FIT))]
-    report.plot_comparison(results, tmp_path / "c.svg")
+    plots.plot_comparison(results, tmp_path / "c.svg")
     assert (tmp_path / "c.svg").read_text().startswith("<?xml")
     assert "step_balanced" in report.comparison(results)
     with pytest.raises(ConfigError, match="nothing to plot"):
-        report.plot_fit(FIT, tmp_path / "f.png")
+        plots.plot_fit(FIT, tmp_path / "f.png")
 
 
 @pytest.fixture
