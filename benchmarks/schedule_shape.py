@@ -1,7 +1,7 @@
-"""Shape benchmark of a Wan-shaped block stack on one GPU, with all fits: `python benchmarks/schedule_shape.py --machine h200`.
+"""Shape benchmark of a Wan-shaped stack on one GPU, with all fits: `python benchmarks/schedule_shape.py --machine h200`.
 
-Under three minutes: plain eager diffusers Wan at 1.3B widths, two layers, bf16, forward and backward, 1k to 32,760 tokens.  Writes
-rows of check `shape_fit` to benchmarks/results/<machine>/schedule.json, and the raw runs beside it.
+Under three minutes: eager diffusers Wan at 1.3B widths, two layers, bf16, forward and backward, 1k to 32,760 tokens.
+Writes rows of check `shape_fit` to benchmarks/results/<machine>/schedule.json, and the raw runs beside it.
 """
 
 from __future__ import annotations

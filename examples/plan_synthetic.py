@@ -22,7 +22,7 @@ samples = read_samples(
 )
 cost = CostFit.two_term(0.5, 2.43e-4, 9.2e-9, step_overhead_s=1.0, m_comp=32760.0**2)
 plans = {
-    p: plan_batches(samples, cost, ranks=8, m_mem=65_520, policy=p)
+    p: plan_batches(samples, cost, ranks=8, m_mem=65_520, policy=p, tau=2)
     for p in ("equal_token", "adaptive_load", "step_balanced")
 }
 print(report.text(plans["step_balanced"], step=0))
