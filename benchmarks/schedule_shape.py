@@ -1,4 +1,4 @@
-"""Shape benchmark of a Wan-shaped stack on one GPU, with all fits: `python benchmarks/schedule_shape.py --machine h200`.
+"""Shape benchmark of a Wan-shaped stack on a GPU: `python benchmarks/schedule_shape.py --machine h200`.
 
 Under three minutes: eager diffusers Wan at 1.3B widths, two layers, bf16, forward and backward, 1k to 32,760 tokens.
 Writes rows of check `shape_fit` to benchmarks/results/<machine>/schedule.json, and the raw runs beside it.
