@@ -1,0 +1,243 @@
+"""Fits recover what made the data; bad ones are refused; the benchmark survives OOM, resumes and counts the slowest
+rank."""
+
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+import sympy
+import torch
+import torch.multiprocessing as mp
+
+from graphopt.errors import ConfigError, GraphoptError
+from graphopt.schedule.bench import Runs, Shape, largest_batch, shape_benchmark, sweep, sweep_order
+from graphopt.schedule.fitting import fit_cost, fit_memory
+from graphopt.schedule.shapes import ShapeTable
+from graphopt.schedule.symbolic import SymbolicCost, symbol
+
+TOKENS = np.array([1000, 2000, 4000, 8000, 16000, 32000, 64000, 97200])
+
+
+def runs(f, noise=0.0, seed=0, memory=False):
+    rng = np.random.default_rng(seed)
+    rows = [
+        {"B": b, "T": 1, "H": 1, "W": int(s), "L": 512, "seconds": float(f(b, s) * rng.lognormal(0, noise))}
+        for s in TOKENS
+        for b in (1, 2)
+    ]
+    for r in rows:
+        r["bytes"] = int(20e9 + r["B"] * (1.5e6 * r["W"] + 4e5 * r["L"])) if memory else None
+    return rows
+
+
+def truth(b, s):
+    return 0.5 + b * (2.43e-4 * s + 9.2e-9 * s * s)
+
+
+def test_two_term_recovers_its_coefficients():
+    fit = fit_cost(runs(truth))
+    assert np.allclose([fit.coefficients[k] for k in "abc"], [0.5, 2.43e-4, 9.2e-9], rtol=1e-6)
+    assert fit.r2 > 1 - 1e-9
+    assert fit.max_error < 1e-6
+
+
+def test_two_term_under_noise_fits_to_the_noise_and_its_intervals_hold_the_truth():
+    inside = 0
+    for seed in range(40):
+        fit = fit_cost(runs(truth, noise=0.03, seed=seed))
+        assert fit.mape < 0.04
+        inside += all(low <= t <= high for (low, high), t in zip(fit.intervals.values(), (0.5, 2.43e-4, 9.2e-9)))
+    assert inside >= 30  # three 95 % intervals at once
+
+
+def test_power_law_recovers_p_and_m_comp():
+    fit = fit_cost(runs(lambda b, s: 0.2 + 3e-7 * b * s**1.4), form="power_law")
+    assert np.isclose(fit.p, 1.4, atol=1e-4)
+    assert np.isclose(fit.coefficients["b"], 3e-7, rtol=1e-2)
+    assert np.isclose(fit.m_comp, 2 * 97200**fit.p)
+
+
+def test_power_law_misses_two_term_times():
+    """p is not a constant of the model: it depends on the range of the sweep."""
+    whole = fit_cost(runs(truth), form="power_law", refuse=False)
+    upper = fit_cost([r for r in runs(truth) if r["W"] >= 16000], form="power_law", refuse=False)
+    assert upper.p > whole.p + 0.1
+    assert whole.max_error > 3 * fit_cost(runs(truth, noise=0.01)).max_error
+
+
+def test_symbolic_form_takes_its_terms_from_the_cost():
+    B, T, H, W = (symbol(x) for x in "BTHW")
+    S = T * H * W
+    cost = SymbolicCost(
+        tuple("BTHWL"),
+        flops_forward=3e9 * B * S + 1e5 * B * S**2,
+        flops_backward=6e9 * B * S + 2e5 * B * S**2,
+        attention_flops=3e5 * B * S**2,
+        saved_bytes=B * S,
+        traffic=1e6 * B * S + 1e8,
+        parameter_bytes=sympy.Integer(5),
+    )
+    made = runs(lambda b, s: 0.1 + b * (9e9 * s / 3e14 + 3e5 * s * s / 4e14) + (1e6 * b * s + 1e8) / 4e12)
+    fit = fit_cost(made, form="symbolic", cost=cost)
+    assert fit.max_error < 1e-6
+    table = ShapeTable.of_tokens(TOKENS, 512)
+    predicted = fit.seconds(table, np.arange(8), np.full(8, 2))
+    assert np.allclose(predicted, [r["seconds"] for r in made if r["B"] == 2], rtol=1e-5)
+    with pytest.raises(ConfigError, match="needs cost="):
+        fit_cost(made, form="symbolic")
+
+
+def test_bad_fits_are_refused_with_the_worst_shape():
+    rng = np.random.default_rng(0)
+    rows = runs(lambda b, s: rng.uniform(1, 3))
+    with pytest.raises(GraphoptError, match=r"misses the measured times by \d+"):
+        fit_cost(rows)
+    assert fit_cost(rows, refuse=False).mape > 0.1
+    with pytest.raises(GraphoptError, match="2 measured shapes cannot"):
+        fit_cost(runs(truth)[:2])
+    with pytest.raises(GraphoptError, match="no measured runs"):
+        fit_cost([{"B": 1, "S": 5, "seconds": None}])
+    with pytest.raises(ConfigError, match="no positive time"):
+        fit_cost([{"B": 1, "S": 5, "seconds": -1.0}])
+    with pytest.raises(ConfigError, match="unknown cost form"):
+        fit_cost(runs(truth), form="cubic")
+
+
+def test_memory_fit():
+    rows = runs(truth, memory=True)
+    for r, caption in zip(rows, [0, 512, 1024] * 8):  # L must vary to be told from m0
+        r["L"] = caption
+        r["bytes"] = int(20e9 + r["B"] * (1.5e6 * r["W"] + 4e5 * caption))
+    m = fit_memory(rows)
+    assert np.allclose([m.m0, m.m1, m.m2], [20e9, 1.5e6, 4e5], rtol=1e-3)
+    assert fit_cost(rows).memory == m
+    table = ShapeTable.of_tokens([10000], 512)
+    assert m.cap(table, 20e9 + 3 * (1.5e10 + 4e5 * 512) + 1e9).tolist() == [3]
+    assert m.cap(table, 10e9).tolist() == [0]
+
+
+def test_order_covers_the_range_early():
+    order = [s.S for s in sweep_order([(1, 1, 1, int(s)) for s in TOKENS])]
+    assert sorted(order) == TOKENS.tolist()
+    assert order[:2] == [1000, 97200]
+    assert order[2] == 16000
+    assert {s.B for s in sweep(TOKENS)} == {1, 2, 4}
+    with pytest.raises(ConfigError, match="positive"):
+        sweep_order([(0, 1, 1, 5)])
+
+
+def test_benchmark_survives_oom_skips_larger_and_resumes(tmp_path):
+    calls = []
+
+    def step(shape):
+        calls.append(shape)
+        if shape.B * shape.S > 4000:
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        time.sleep(shape.B * shape.S * 1e-6)
+
+    freed = []
+    out = tmp_path / "runs.json"
+    r = shape_benchmark(
+        step,
+        [(1, 1, 1, int(s), 0) for s in TOKENS],
+        warmup=1,
+        repeats=3,
+        device="cpu",
+        path=out,
+        reset=lambda: freed.append(1),
+        progress=False,
+    )
+    status = {row["S"]: row["status"] for row in r.rows}
+    assert status == {
+        1000: "ok",
+        2000: "ok",
+        4000: "ok",
+        8000: "oom",
+        16000: "oom",
+        32000: "skipped",
+        64000: "skipped",
+        97200: "oom",
+    }
+    assert len(freed) == 3
+    assert all(len(row["times"]) == 3 for row in r.rows if row["status"] == "ok")
+    measured = {row["S"]: row["seconds"] for row in r.rows if row["status"] == "ok"}
+    assert measured[4000] > measured[1000] > 1e-3
+    before = len(calls)
+    again = shape_benchmark(
+        step,
+        [(1, 1, 1, int(s), 0) for s in TOKENS] + [(1, 1, 1, 500)],
+        warmup=1,
+        repeats=3,
+        device="cpu",
+        path=out,
+        progress=False,
+    )
+    assert len(calls) - before == 4  # only the new shape
+    assert len(again.rows) == 9
+    assert Runs.load(out).rows == again.rows
+    with pytest.raises(ConfigError, match="other settings: remat"):
+        shape_benchmark(step, [(1, 1, 1, 5)], device="cpu", path=out, key={"remat": True}, progress=False)
+
+
+def test_other_errors_pass_through():
+    def step(shape):
+        raise ValueError("a bug of the user's")
+
+    with pytest.raises(ValueError, match="a bug"):
+        shape_benchmark(step, [(1, 1, 1, 5)], device="cpu", progress=False)
+
+
+def test_time_budget_ends_the_sweep_at_a_shape():
+    r = shape_benchmark(
+        lambda s: time.sleep(0.05),
+        [(1, 1, 1, i) for i in range(1, 20)],
+        warmup=0,
+        repeats=1,
+        budget_s=0.2,
+        device="cpu",
+        progress=False,
+    )
+    assert not r.complete
+    assert 3 <= len(r.rows) <= 6
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5, 13, 40])
+def test_largest_batch_is_found_by_bisection(limit):
+    def step(shape):
+        if limit < shape.B:
+            raise MemoryError
+
+    assert largest_batch(step, (1, 1, 1, 7), most=32, device="cpu") == min(limit, 32)
+
+
+def worker(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+
+    def step(shape):
+        if shape.S == 3000 and rank == 1:
+            raise torch.OutOfMemoryError("only here")
+        time.sleep(0.06 if rank == 1 else 0.005)
+
+    r = shape_benchmark(
+        step, [(1, 1, 1, 1000), (1, 1, 1, 2000), (1, 1, 1, 3000)], warmup=0, repeats=3, device="cpu", progress=False
+    )
+    with open(f"{folder}/{rank}.json", "w") as f:
+        json.dump([[row["S"], row["status"], row["seconds"]] for row in r.rows], f)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo file store")
+def test_slowest_rank_counts_and_oom_on_one_rank_is_oom_on_all(tmp_path):
+    mp.start_processes(worker, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    a, b = (json.loads((tmp_path / f"{r}.json").read_text()) for r in range(2))
+    assert a == b
+    rows = {s: (status, t) for s, status, t in a}
+    assert rows[1000][0] == "ok"
+    assert rows[1000][1] >= 0.06  # rank 0 needed 5 ms
+    assert rows[3000][0] == "oom"
+
+
+def test_shape_tuple():
+    assert Shape(2, 3, 4, 5).S == 60
