@@ -4,7 +4,7 @@
 
 Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
 copy bandwidth) over graphopt's time.  `--fit --out results/h200/adaln.json` turns such a file into the
-coefficients of the cost model that decides which sites are left to Inductor (schedule/site_cost.json); no GPU needed.
+coefficients of the cost model that decides which sites are left to Inductor (schedule/data/site_cost.json).
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ def fit(rows: list[dict]) -> dict:
 
 
 def write_fit(results: Path) -> None:
-    """Fit the rows of results (a JSON file this script wrote) and write schedule/site_cost.json."""
+    """Fit the rows of results (a JSON file this script wrote) and write schedule/data/site_cost.json."""
     data = json.loads(results.read_text())
     found = {"machine": data["machine"], "source": "benchmarks/adaln.py --fit", "coefficients": fit(data["rows"])}
-    path = Path(__file__).resolve().parent.parent / "schedule" / "site_cost.json"
+    path = Path(__file__).resolve().parent.parent / "schedule" / "data" / "site_cost.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
             "W": ("hidden_states", 3),
             "L": ("encoder_hidden_states", 1),
         },
-        [dict(zip("BHWL", s)) for s in ((2, 8, 8, 6), (1, 4, 6, 3), (3, 10, 4, 9), (2, 16, 12, 11), (5, 8, 14, 2))],
+        [dict(zip("BHWL", s)) for s in ((2, 8, 8, 6), (1, 4, 6, 3), (3, 10, 4, 9), (2, 16, 12, 11), (5, 8, 14, 2), (5, 8, 14, 1))],
         lambda B, H, W, L: {
             "hidden_states": R(B, 4, H, W),
             "encoder_hidden_states": R(B, L, 32),
@@ -111,7 +111,7 @@ CASES: dict[str, Case] = {
             "W": ("hidden_states", 3),
             "L": [("encoder_hidden_states", 1), ("encoder_attention_mask", 1)],
         },
-        [dict(zip("BHWL", s)) for s in ((2, 8, 8, 6), (1, 4, 6, 3), (3, 10, 4, 9), (2, 16, 12, 11), (5, 8, 14, 2))],
+        [dict(zip("BHWL", s)) for s in ((2, 8, 8, 6), (1, 4, 6, 3), (3, 10, 4, 9), (2, 16, 12, 11), (5, 8, 14, 2), (5, 8, 14, 1))],
         lambda B, H, W, L: {
             "hidden_states": R(B, 4, H, W),
             "encoder_hidden_states": R(B, L, 16),
@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
             "W": ("hidden_states", 3),
             "L": ("encoder_hidden_states", 1),
         },
-        [dict(zip("BHWL", s)) for s in ((2, 8, 8, 6), (1, 4, 6, 3), (3, 10, 4, 9), (2, 16, 12, 11), (5, 8, 14, 2))],
+        [dict(zip("BHWL", s)) for s in ((2, 8, 8, 6), (1, 4, 6, 3), (3, 10, 4, 9), (2, 16, 12, 11), (5, 8, 14, 2), (5, 8, 14, 1))],
         lambda B, H, W, L: {
             "hidden_states": R(B, 4, H, W),
             "encoder_hidden_states": R(B, L, 16),

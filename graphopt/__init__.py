@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
     from graphopt.reporting import Report, last_report, report
+    from graphopt.schedule.bench import shape_benchmark
+    from graphopt.schedule.cost import trace_cost
+    from graphopt.schedule.fitting import fit_cost, fit_memory
+    from graphopt.schedule.plan import Plan
+    from graphopt.schedule.planner import plan_batches
+    from graphopt.schedule.simulate import simulate
 
 __version__ = "0.1.0"
 
@@ -29,8 +35,19 @@ _HOME = {
     "configure": "graphopt.config",
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
+    # plan
+    "Plan": "graphopt.schedule.plan",
+    "fit_cost": "graphopt.schedule.fitting",
+    "fit_memory": "graphopt.schedule.fitting",
+    "plan_batches": "graphopt.schedule.planner",
+    "shape_benchmark": "graphopt.schedule.bench",
+    "simulate": "graphopt.schedule.simulate",
+    "trace_cost": "graphopt.schedule.cost",
 }
-__all__ = ["CheckFailed", "Config", "GraphoptError", "Report", "check", "configure", "last_report", "report"]
+__all__ = [
+    "CheckFailed", "Config", "GraphoptError", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
+    "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
+]
 
 
 def __getattr__(name: str) -> Any:

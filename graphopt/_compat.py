@@ -191,3 +191,27 @@ def skipped_frames() -> list[str]:
 
     reasons = [str(k) for k in counters.get("graph_break", {})] + [str(k) for k in counters.get("unimplemented", {})]
     return [r.splitlines()[0] for r in reasons[:5] if r]
+
+
+def aot_autograd(forward: Callable[..., Any], backward: Callable[..., Any], partition: Callable[..., Any]) -> Any:
+    """A backend that hands the joint graph to `partition` and its halves to the two compilers."""
+    from torch._dynamo.backends.common import aot_autograd as make
+
+    return make(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
+
+
+@contextmanager
+def every_size_its_own_symbol() -> Iterator[None]:
+    """Trace so that equal sizes of different dimensions do not become one symbol, and errors are not swallowed."""
+    from torch._dynamo import config as dynamo_config
+    from torch.fx.experimental import _config as shape_config
+
+    with shape_config.patch(use_duck_shape=False), dynamo_config.patch(suppress_errors=False):
+        yield
+
+
+def floor_div_and_max() -> tuple[Any, Any]:
+    """The sympy functions torch writes sizes with."""
+    from torch.utils._sympy.functions import FloorDiv, Max
+
+    return FloorDiv, Max

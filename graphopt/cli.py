@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import typer
 
+from graphopt import _plan_cli
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Graph rewriting for training diffusion transformers with torch.compile(model, backend='graphopt').",
 )
+
+
+_plan_cli.mount(app)
 
 
 @app.command()

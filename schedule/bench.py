@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from graphopt.errors import ConfigError, GraphoptError
-
-from .costmodel import read_json, write_json
+from graphopt.schedule.costmodel import read_json, write_json
 
 log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1

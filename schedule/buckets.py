@@ -11,10 +11,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from graphopt.errors import ConfigError, PlanInfeasible
-
-from . import dealing
-from .problem import OVER_COMPUTE, OVER_MEMORY, PARTIAL, REPEATED, Leftover, Problem, Window, slot_numbers
-from .shapes import ShapeTable
+from graphopt.schedule import dealing
+from graphopt.schedule.problem import (
+    OVER_COMPUTE,
+    OVER_MEMORY,
+    PARTIAL,
+    REPEATED,
+    Leftover,
+    Problem,
+    Window,
+    slot_numbers,
+)
+from graphopt.schedule.shapes import ShapeTable
 
 WINDOW_BATCHES = 1 << 18
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .costmodel import CostFit
-from .plan import PART, SCHEMA_VERSION, STEPS, Plan, PlanWriter
-from .problem import OVER_MEMORY, Leftover, Problem, Window
+from graphopt.schedule.costmodel import CostFit
+from graphopt.schedule.plan import PART, SCHEMA_VERSION, STEPS, Plan, PlanWriter
+from graphopt.schedule.problem import OVER_MEMORY, Leftover, Problem, Window
 
 
 def collect(

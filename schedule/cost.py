@@ -17,10 +17,10 @@ import sympy
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.errors import ConfigError, GraphoptError, UnsupportedTorch, unwrap
-
-from .formulas import computes, formula, is_attention
-from .symbolic import SymbolicCost, symbol
+from graphopt.schedule.formulas import computes, formula, is_attention
+from graphopt.schedule.symbolic import SymbolicCost, symbol
 
 Place = tuple[str, int]  # input, dimension
 
@@ -81,10 +81,8 @@ def trace_cost(
         raise _Traced
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        from torch._dynamo.backends.common import aot_autograd
-
         seen["sizes"] = _input_sizes(gm)
-        return aot_autograd(fw_compiler=_inference, bw_compiler=_inference, partition_fn=partition)(gm, example_inputs)
+        return _compat.aot_autograd(_inference, _inference, partition)(gm, example_inputs)
 
     def _inference(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         raise ConfigError(
@@ -137,13 +135,10 @@ def _by_name(model: torch.nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) 
 
 def _run(model: torch.nn.Module, kwargs: dict[str, Any], backend: Any, seen: dict[str, Any]) -> None:
     """Compile until the graphs are known."""
-    from torch._dynamo import config as dynamo_config
-    from torch.fx.experimental import _config as shape_config
-
     torch._dynamo.reset()
     try:
         # Equal sizes of different dimensions must not become one symbol.
-        with shape_config.patch(use_duck_shape=False), dynamo_config.patch(suppress_errors=False):
+        with _compat.every_size_its_own_symbol():
             torch.compile(model, backend=backend, dynamic=True, fullgraph=True)(**kwargs)
     except Exception as e:
         if "forward" in seen:
@@ -349,9 +344,7 @@ def _storage(n: fx.Node) -> tuple[fx.Node, int]:
 
 def _clean(expression: sympy.Expr, table: dict[sympy.Symbol, sympy.Expr], multiples: dict[str, int]) -> sympy.Expr:
     """Our symbols, floor divisions resolved for sizes that divide, expanded."""
-    from torch.utils._sympy.functions import FloorDiv
-    from torch.utils._sympy.functions import Max as TorchMax
-
+    FloorDiv, TorchMax = _compat.floor_div_and_max()
     e = expression.subs(table, simultaneous=True) if table else expression
     # ⌊H / 2⌋ with H = 2 h is h: a polynomial that holds for every size that fills its patches.
     for f in e.atoms(FloorDiv):

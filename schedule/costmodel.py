@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import ConfigError
-
-from .shapes import ShapeTable
+from graphopt.schedule.shapes import ShapeTable
 
 FORMS = ("two_term", "power_law", "symbolic")
 SCHEMA_VERSION = 1

@@ -21,8 +21,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from graphopt.errors import ConfigError, PlanInfeasible
-
-from .shapes import LatentLayout, ShapeTable
+from graphopt.schedule.shapes import LatentLayout, ShapeTable
 
 ALIASES = {
     "frames": ("frames", "num_frames", "n_frames", "length_frames"),

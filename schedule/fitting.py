@@ -13,10 +13,9 @@ import scipy.optimize
 import scipy.stats
 
 from graphopt.errors import ConfigError, GraphoptError
-
-from .costmodel import CostFit, MemoryModel
-from .shapes import ShapeTable
-from .symbolic import SymbolicCost
+from graphopt.schedule.costmodel import CostFit, MemoryModel
+from graphopt.schedule.shapes import ShapeTable
+from graphopt.schedule.symbolic import SymbolicCost
 
 LEAST_SHAPES = {"two_term": 4, "power_law": 4, "symbolic": 4}
 
@@ -159,7 +158,7 @@ def _symbolic_terms(
     """The symbolic cost's terms as text and their values for each run."""
     import sympy
 
-    from .symbolic import symbol
+    from graphopt.schedule.symbolic import symbol
 
     if cost is None:
         raise ConfigError(

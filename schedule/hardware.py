@@ -14,12 +14,11 @@ import numpy as np
 import sympy
 
 from graphopt.errors import ConfigError, PlanInfeasible
-
-from .costmodel import CostFit, MemoryModel
-from .fitting import _power_law
-from .models import ModelCost
-from .shapes import ShapeTable
-from .symbolic import symbol
+from graphopt.schedule.costmodel import CostFit, MemoryModel
+from graphopt.schedule.fitting import _power_law
+from graphopt.schedule.models import ModelCost
+from graphopt.schedule.shapes import ShapeTable
+from graphopt.schedule.symbolic import symbol
 
 FILE = Path(__file__).parent / "data" / "hardware.json"
 

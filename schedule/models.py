@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import ConfigError
-
-from .costmodel import write_json
-from .symbolic import SymbolicCost
+from graphopt.schedule.costmodel import write_json
+from graphopt.schedule.symbolic import SymbolicCost
 
 FILE = Path(__file__).parent / "data" / "costs.json"
 
@@ -96,7 +95,7 @@ def trace_builtin(name: str) -> ModelCost:
     import diffusers
     import torch
 
-    from .cost import trace_cost
+    from graphopt.schedule.cost import trace_cost
 
     b = BUILTIN[name]
     costs = []

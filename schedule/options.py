@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import ConfigError
-
-from .costmodel import CostFit
-from .hardware import analytic_fit, hardware
-from .models import model_cost
-from .shapes import LatentLayout
+from graphopt.schedule.costmodel import CostFit
+from graphopt.schedule.hardware import analytic_fit, hardware
+from graphopt.schedule.models import model_cost
+from graphopt.schedule.shapes import LatentLayout
 
 
 def triple(text: str, name: str) -> tuple[int, int, int]:
@@ -65,7 +64,7 @@ def cost(
 
 def measured(source: str, tokens: str, caption: int, budget_s: float, runs: Path) -> Any:
     """Runs from a file, or measured now."""
-    from .bench import Runs, shape_benchmark, sweep
+    from graphopt.schedule.bench import Runs, shape_benchmark, sweep
 
     if Path(source).is_file():
         return Runs.load(source)

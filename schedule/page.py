@@ -6,12 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphopt.errors import ConfigError
-
-from .costmodel import write_whole
-from .plan import Plan
-from .plots import plots
-from .problem import FLAG_NAMES
-from .report import buckets, summary
+from graphopt.schedule.costmodel import write_whole
+from graphopt.schedule.plan import Plan
+from graphopt.schedule.plots import plots
+from graphopt.schedule.problem import FLAG_NAMES
+from graphopt.schedule.report import buckets, summary
 
 MOST_ROWS = 1000
 

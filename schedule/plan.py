@@ -22,10 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from graphopt.errors import ConfigError, PlanInfeasible
-
-from .dataset import Samples
-from .problem import FLAG_NAMES
-from .shapes import ShapeTable
+from graphopt.schedule.dataset import Samples
+from graphopt.schedule.problem import FLAG_NAMES
+from graphopt.schedule.shapes import ShapeTable
 
 SCHEMA_VERSION = 1
 PART = pa.schema(

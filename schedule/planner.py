@@ -11,14 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from graphopt.errors import ConfigError, PlanInfeasible
-
-from . import buckets, dealing, slots, step_balanced
-from .collect import collect
-from .costmodel import CostFit
-from .dataset import Samples, read_samples
-from .plan import Plan
-from .problem import Problem
-from .shapes import LatentLayout
+from graphopt.schedule import buckets, dealing, slots, step_balanced
+from graphopt.schedule.collect import collect
+from graphopt.schedule.costmodel import CostFit
+from graphopt.schedule.dataset import Samples, read_samples
+from graphopt.schedule.plan import Plan
+from graphopt.schedule.problem import Problem
+from graphopt.schedule.shapes import LatentLayout
 
 log = logging.getLogger(__name__)
 POLICIES = ("step_balanced", "adaptive_load", "equal_token")

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import ConfigError
-
-from .costmodel import CostFit, write_whole
-from .plan import Plan
-from .simulate import SimResult
+from graphopt.schedule.costmodel import CostFit, write_whole
+from graphopt.schedule.plan import Plan
+from graphopt.schedule.simulate import SimResult
 
 MOST_RANKS, MOST_STEPS = 64, 400
 

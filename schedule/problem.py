@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphopt.errors import PlanInfeasible
-
-from .dataset import Samples
+from graphopt.schedule.dataset import Samples
 
 OVER_MEMORY, OVER_COMPUTE, PARTIAL, REPEATED = 1, 2, 4, 8  # bits of a microbatch's `flags`
 FLAG_NAMES = {OVER_MEMORY: "over memory", OVER_COMPUTE: "over compute target", PARTIAL: "partial", REPEATED: "repeated"}

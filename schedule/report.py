@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import ConfigError
-
-from .plan import Plan
-from .simulate import SimResult
+from graphopt.schedule.plan import Plan
+from graphopt.schedule.simulate import SimResult
 
 
 def buckets(plan: Plan) -> list[dict[str, Any]]:

@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from graphopt.errors import ConfigError
-
-from .costmodel import CostFit
-from .plan import Plan
+from graphopt.schedule.costmodel import CostFit
+from graphopt.schedule.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Predicted time of one AdaLN site, by graphopt and by Inductor: launches plus bytes over an effective bandwidth.
 
-The coefficients were fitted to measurements on an H200 (benchmarks/adaln.py writes them, `site_cost.json` holds
+The coefficients were fitted to measurements on an H200 (benchmarks/adaln.py writes them, `data/site_cost.json` holds
 them): time_us = launch_us + bytes / (terabytes_per_s * 1e6).
 """
 
@@ -17,7 +17,7 @@ UNITS = {"norm_modulate": (2, 3), "gate_norm_modulate": (4, 6), "gate_norm": (4,
 @cache
 def coefficients() -> dict[str, dict[str, dict[str, float]]]:
     """system -> "fusion/direction" -> {"launch_us", "tb_per_s"}."""
-    text = (files("graphopt.schedule") / "site_cost.json").read_text()
+    text = (files("graphopt.schedule") / "data" / "site_cost.json").read_text()
     return json.loads(text)["coefficients"]
 
 

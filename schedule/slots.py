@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from . import dealing
-from .problem import OVER_COMPUTE, REPEATED, Leftover, Problem, Window, slot_numbers, split_sizes
-from .step_balanced import second_uses, too_few, whole_atoms
+from graphopt.schedule import dealing
+from graphopt.schedule.problem import OVER_COMPUTE, REPEATED, Leftover, Problem, Window, slot_numbers, split_sizes
+from graphopt.schedule.step_balanced import second_uses, too_few, whole_atoms
 
 WINDOW_UNITS = 1 << 17
 

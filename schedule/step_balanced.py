@@ -16,10 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from graphopt.errors import PlanInfeasible
-
-from . import dealing
-from .balance import lpt, refine
-from .problem import OVER_COMPUTE, REPEATED, Leftover, Problem, Window, slot_numbers, split_sizes
+from graphopt.schedule import dealing
+from graphopt.schedule.balance import lpt, refine
+from graphopt.schedule.problem import OVER_COMPUTE, REPEATED, Leftover, Problem, Window, slot_numbers, split_sizes
 
 GRAIN = 0.05  # a unit costs at most this fraction of a rank's step, if one sample does
 TOLERANCE = 0.002  # exchanges stop when the fullest rank is this close to the mean

@@ -13,8 +13,7 @@ from typing import Any
 import sympy
 
 from graphopt.errors import ConfigError
-
-from .costmodel import read_json, write_json
+from graphopt.schedule.costmodel import read_json, write_json
 
 SCHEMA_VERSION = 1
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import ConfigError
-
-from .shapes import LatentLayout, ShapeTable
+from graphopt.schedule.shapes import LatentLayout, ShapeTable
 
 # Open-Sora's resolution names by pixels of the frame.
 RESOLUTIONS = {

@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from graphopt.errors import ConfigError, PlanInfeasible
-
-from .dataset import ALIASES
+from graphopt.schedule.dataset import ALIASES
 
 SIZES = ("frames", "height", "width", "caption", "tokens")
 

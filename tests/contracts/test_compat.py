@@ -102,3 +102,36 @@ def test_sizes() -> None:
 def test_named_backend_and_skipped_frames() -> None:
     assert callable(_compat.named_backend("aot_eager"))
     assert isinstance(_compat.skipped_frames(), list)
+
+
+def test_sizes_stay_apart_and_are_written_with_known_functions() -> None:
+    import sympy
+
+    seen = []
+
+    def backend(gm, inputs):
+        seen.extend(n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder")
+        return gm.forward
+
+    with _compat.every_size_its_own_symbol():
+        torch.compile(lambda x: x.flatten() + 1, backend=backend, dynamic=True)(torch.randn(6, 6))
+    symbols = {s.node.expr for s in seen if isinstance(s, torch.SymInt)}
+    assert len(symbols) == 2
+    floor_div, maximum = _compat.floor_div_and_max()
+    assert floor_div(sympy.Integer(7), sympy.Integer(2)) == 3
+    assert maximum(sympy.Integer(7), sympy.Integer(2)) == 7
+
+
+def test_aot_autograd_hands_over_the_joint_graph() -> None:
+    from functorch.compile import default_partition
+
+    joints = []
+
+    def partition(joint, inputs, *, num_fwd_outputs, **options):
+        joints.append(len(joint.graph.nodes))
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+    keep = lambda gm, inputs: gm.forward
+    f = torch.compile(lambda x: x.sin().cos(), backend=_compat.aot_autograd(keep, keep, partition))
+    f(torch.randn(3, requires_grad=True)).sum().backward()
+    assert len(joints) == 1
