@@ -101,7 +101,10 @@ def ends_alone(match: Match) -> bool:
             name = ops_view.canonical(user)
             if name == "cast":
                 todo.append(user)
-            elif (name == "add" and all(isinstance(a, Node) for a in ops_view.operands(user))) or (name in ("sub", "cat") and sum(match.facts.depends(a, norm) for a in user.all_input_nodes) > 1):
+                continue
+            added = name == "add" and all(isinstance(a, Node) for a in ops_view.operands(user))
+            joined = name in ("sub", "cat") and sum(match.facts.depends(a, norm) for a in user.all_input_nodes) > 1
+            if added or joined:
                 return False
     return True
 

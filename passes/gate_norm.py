@@ -46,4 +46,7 @@ def sites(match: Match) -> list[tuple[Kind, Node]]:
     return [("gate", match["sum"])]
 
 
-RULE = Rule("gate_norm", frozenset({"gate_residual"}), ("layer_norm", "rms_norm", "mul"), PATTERN, candidate, check, replace, sites)
+RULE = Rule(
+    "gate_norm", frozenset({"gate_residual"}), ("layer_norm", "rms_norm", "mul"), PATTERN, candidate, check, replace,
+    sites,
+)

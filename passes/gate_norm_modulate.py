@@ -53,6 +53,6 @@ def sites(match: Match) -> list[tuple[Kind, Node]]:
 
 
 RULE = Rule(
-    "gate_norm_modulate", frozenset({"norm_modulate", "gate_residual"}), ("add", "mul"), PATTERN, candidate, check, replace,
-    sites,
+    "gate_norm_modulate", frozenset({"norm_modulate", "gate_residual"}), ("add", "mul"), PATTERN, candidate, check,
+    replace, sites,
 )
