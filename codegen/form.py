@@ -3,7 +3,7 @@
 All fusions are pieces of one chain (adaptive layer norm with a gated residual in front):
 
     h    = residual + gate * branch                      gate part    (F2, F2a, F3)
-    xhat = (h - mean) * rstd            or h * rstd      norm part    (F1, F2, F2a)
+    xhat = (h - mean) * rstd            or h * rstd      norm part    (F1, F2, F2a; layer norm, RMS norm)
     n    = xhat * weight + bias                          affine part  (F2a)
     y    = n * (offset + scale) + shift                  modulate part (F1, F2)
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-NORMS = ("none", "layer_norm")
+NORMS = ("none", "layer_norm", "rms_norm")
 
 
 @dataclass(frozen=True)

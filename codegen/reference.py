@@ -51,14 +51,18 @@ def forward(
         h = _round(x.to(high) + gated, "residual", points).to(h_dtype)
     else:
         h = x
-    h_out = h if branch is not None else x.new_empty(0)
+    h_out = h.contiguous() if branch is not None else x.new_empty(0)  # as the fakes say, whatever x is laid out like
     if norm == "none":
         return h_out, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     hf = h.to(high)
-    mean = hf.mean(-1, keepdim=True)
-    rest = (hf - mean).mean(-1, keepdim=True)  # what summing large values in one go lost
-    mean = mean + rest
-    centred = hf - mean
+    if norm == "rms_norm":  # a zero mean makes it the same chain
+        mean = torch.zeros_like(hf[..., :1])
+        centred = hf
+    else:
+        mean = hf.mean(-1, keepdim=True)
+        rest = (hf - mean).mean(-1, keepdim=True)  # what summing large values in one go lost
+        mean = mean + rest
+        centred = hf - mean
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     n = centred * rstd
     if weight is not None:
@@ -71,7 +75,7 @@ def forward(
         y = _round(y * gain, "product", points)
     if shift is not None:
         y = y + shift.to(high)
-    y = y.to(y_dtype)
+    y = y.to(y_dtype).contiguous()
     # never a view or an alias of an input
     return h_out, y, mean.reshape(-1).contiguous(), rstd.reshape(-1).contiguous()
 
@@ -98,7 +102,7 @@ def backward(
 
     With w = dy * (offset + scale) * weight and xhat from h, mean and rstd (fp32):
 
-        dh_total = dh + rstd * (w - mean_D(w) - xhat * mean_D(w * xhat))
+        dh_total = dh + rstd * (w - mean_D(w) - xhat * mean_D(w * xhat))      (RMS norm: without mean_D(w))
         dscale = sum dy * n      dshift = sum dy      dgate = sum dh_total * branch      dbranch = dh_total * gate
 
     Sums run over the dimensions the factor was broadcast over, in fp32, and are rounded once.
@@ -125,7 +129,8 @@ def backward(
         if bias is not None:
             dbias = _sum_to(dn, bias)
         w = dn if weight is None else dn * weight.to(high)
-        through = (w - w.mean(-1, keepdim=True) - xhat * (w * xhat).mean(-1, keepdim=True)) * rstd_col
+        centred = w if norm == "rms_norm" else w - w.mean(-1, keepdim=True)
+        through = (centred - xhat * (w * xhat).mean(-1, keepdim=True)) * rstd_col
         total = through if total is None else total + through
     elif norm != "none":
         dscale, dshift, dweight, dbias = (
@@ -137,10 +142,10 @@ def backward(
     dbranch: Tensor | None = None
     dgate: Tensor | None = None
     if branch is not None and gate is not None:
-        dbranch = (total * gate.to(high)).to(branch.dtype)
+        dbranch = (total * gate.to(high)).to(branch.dtype).contiguous()
         dgate = _sum_to(total * branch.to(high), gate)
     if norm != "none":  # without a norm the residual's gradient is dh itself
-        dx = total.to(x_dtype)
+        dx = total.to(x_dtype).contiguous()
         if dx is dh:
             dx = total.clone()
     return (
@@ -155,5 +160,5 @@ def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
 
 def _sum_to(t: Tensor, like: Tensor) -> Tensor:
     """Sum over what `like` was broadcast over, then its dtype; a fresh, contiguous tensor."""
-    out = t.sum_to_size(like.shape).to(like.dtype)
+    out = t.sum_to_size(like.shape).to(like.dtype).contiguous()
     return out.clone() if out is t else out

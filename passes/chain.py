@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from graphopt.codegen.form import encode_rounding
 from graphopt.passes import ops_view
+from graphopt.passes.norms import InnerCasts, slices_rows
 from graphopt.passes.pattern import Op, Pattern, Var
 from graphopt.passes.rewrite import Match
 
@@ -24,17 +25,12 @@ def gated() -> Pattern:
     return Op("add", Var("residual").cast(), product.cast(), bind="sum")
 
 
-def norm_of(x: Pattern) -> Op:
-    """layer_norm of x; weight and bias are read off the node."""
-    return Op("layer_norm", x.cast(), bind="norm")
-
-
-def modulated(norm: Op) -> Pattern:
-    """norm * gain + shift, where the gain is `1 + scale` (possibly viewed after the addition) or a plain scale."""
+def modulated(norm: Pattern) -> Pattern:
+    """norm * gain (+ shift), where the gain is `1 + scale` (possibly viewed after the addition) or a plain scale."""
     one_plus = Op("add", Var("scale").cast(), ONE, bind="gain", side=True)
     gain = one_plus.views("scale").cast() | Var("scale").cast()
-    product = Op("mul", norm.cast(), gain, bind="product")
-    return Op("add", product.cast(), Var("shift").cast(), bind="shifted")
+    product = Op("mul", InnerCasts(norm), gain, bind="product")
+    return Op("add", product.cast(), Var("shift").cast(), bind="shifted") | product
 
 
 class _One(Pattern):
@@ -67,7 +63,11 @@ def factor_shape(match: Match, name: str) -> torch.Tensor | None:
 
 def is_scale(match: Match, x: Node) -> bool:
     """Is `scale` a factor of x that does not come from x?  (`n * cos + rotate(n) * sin` and gated units are not.)"""
-    value, full = factor_shape(match, "scale"), ops_view.value(x)
+    value, full = factor_shape(match, "scale"), seen(match, x)
+    if match.get("norm_weight") is not None and not match.facts.static[match["norm_weight"]]:
+        return False
+    if match.get("shift") is None and not ends_alone(match):
+        return False
     return (
         not match.facts.static[match["scale"]]
         and ops_view.broadcasts_to(value, full)
@@ -77,15 +77,44 @@ def is_scale(match: Match, x: Node) -> bool:
 
 def is_shift(match: Match, x: Node) -> bool:
     """Is `shift` channel-wide, broadcastable and independent of x?"""
-    return ops_view.broadcasts_to(ops_view.value(match["shift"]), ops_view.value(x)) and not match.facts.depends(
-        match["shift"], x
-    )
+    shift = match.get("shift")
+    if shift is None:
+        return True
+    return ops_view.broadcasts_to(ops_view.value(shift), seen(match, x)) and not match.facts.depends(shift, x)
+
+
+def seen(match: Match, x: Node) -> torch.Tensor | None:
+    """The value of the activation a modulate works on: x, or the slice of its norm."""
+    slices = match.attempt.views.get("x")
+    return ops_view.value(slices[0] if slices else x)
+
+
+def ends_alone(match: Match) -> bool:
+    """Is a product without a shift a scale-only modulate?
+
+    Not when it is added to something (a gate on a normed branch, a refused site), nor when it is joined with another
+    function of the norm (a rotary embedding).
+    """
+    todo, norm = [match["product"]], match["norm"]
+    while todo:
+        for user in todo.pop().users:
+            name = ops_view.canonical(user)
+            if name == "cast":
+                todo.append(user)
+                continue
+            added = name == "add" and all(isinstance(a, Node) for a in ops_view.operands(user))
+            joined = name in ("sub", "cat") and sum(match.facts.depends(a, norm) for a in user.all_input_nodes) > 1
+            if added or joined:
+                return False
+    return True
 
 
 def shift_reason(match: Match, x: Node) -> str | None:
     """A full-size addend is a shift only if it was cut from the same vector as the scale; else it is a residual."""
-    shift = match["shift"]
-    if ops_view.same_shape(ops_view.value(shift), ops_view.value(x)) and origin(shift) is not origin(match["scale"]):
+    shift = match.get("shift")
+    if shift is None:
+        return None
+    if ops_view.same_shape(ops_view.value(shift), seen(match, x)) and origin(shift) is not origin(match["scale"]):
         return f"the full-size addend {shift.name} was not cut from the same tensor as the scale: it may be a residual"
     return None
 
@@ -117,15 +146,35 @@ def is_gated(match: Match) -> bool:
         return False
     if not is_factor(match, gate, total) or facts.depends(gate, residual):
         return False
-    if facts.depends(branch, residual):
+    if computed_from(match, branch, residual):
         return True
     from_input = residual.op == "placeholder" and not facts.static[residual]
     return from_input and not ops_view.same_shape(ops_view.value(gate), full)
 
 
+def computed_from(match: Match, branch: Node, residual: Node, depth: int = 6) -> bool:
+    """Was the branch computed from the residual, from what the residual was sliced off, or from a summand of it?"""
+    if match.facts.depends(branch, residual):
+        return True
+    name = ops_view.canonical(residual)
+    if depth and (name == "cast" or slices_rows(residual)):
+        return computed_from(match, branch, residual.args[0], depth - 1)  # type: ignore[arg-type]
+    if depth and name == "add":
+        ups = [a for a in ops_view.operands(residual) if isinstance(a, Node)]
+        return any(computed_from(match, branch, a, depth - 1) for a in ups)
+    return False
+
+
 def norm_reason(match: Match) -> str | None:
     """Why this norm cannot be fused, or None."""
     norm = match["norm"]
+    if kind_of_norm(match) == "written_out":
+        width = ops_view.value(norm)
+        if width is None or not isinstance(width.shape[-1], int):
+            return "the width is not known at compile time"
+        if match.numerics == "eager":
+            return "numerics='eager' has no rounding points for a norm that is written out"
+        return None
     x = ops_view.value(norm.args[0] if norm.args else norm.kwargs.get("input"))
     shape = ops_view.operand(norm, 1, "normalized_shape")
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -151,12 +200,47 @@ def layout_reason(node: Node) -> str | None:
     v = ops_view.value(node)
     if v is None:
         return f"{node.name} has no known shape"
-    expected: Any = 1
-    for size, stride in zip(reversed(v.shape), reversed(v.stride())):
-        if not ops_view.same_size(size, 1) and not ops_view.same_size(stride, expected):
-            return f"{node.name} is not contiguous in eager mode (strides {list(v.stride())})"
-        expected = expected * size
+    if memory_order(v) is None:
+        return f"{node.name} is not dense in eager mode (strides {list(v.stride())})"
     return None
+
+
+def memory_order(v: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of the dimensions in memory, outermost first, or None for a tensor that is not dense.
+
+    Tried: the order as written, and the last two dimensions swapped (patch embeddings flatten and transpose).
+    """
+    straight = tuple(range(v.dim()))
+    for order in (straight, (*straight[:-2], *straight[-2:][::-1])):
+        expected: Any = 1
+        for d in reversed(order):
+            if not ops_view.same_size(v.shape[d], 1) and not ops_view.same_size(v.stride(d), expected):
+                break
+            expected = expected * v.shape[d]
+        else:
+            return order
+    return None
+
+
+def layouts(results: dict[Node, int]) -> dict[Node, tuple[int, ...]]:
+    """The results whose memory order is not that of their dimensions."""
+    orders = {}
+    for node in results:
+        v = ops_view.value(node)
+        order = None if v is None else memory_order(v)
+        if order is not None and order != tuple(range(len(order))):
+            orders[node] = order
+    return orders
+
+
+def kind_of_norm(match: Match) -> str:
+    """layer_norm, rms_norm, or written_out (an RMS norm)."""
+    return ops_view.canonical(match["norm"]) if match.get("normed") is None else "written_out"
+
+
+def norm_name(match: Match) -> str:
+    """The norm as operators name it."""
+    return "layer_norm" if kind_of_norm(match) == "layer_norm" else "rms_norm"
 
 
 # -- what operators are called with ----------------------------------------------------------------------
@@ -164,7 +248,11 @@ def layout_reason(node: Node) -> str | None:
 
 def affine(match: Match) -> dict[str, Node | None]:
     """Weight and bias of the norm, before any cast that keeps their values."""
-    norm = match["norm"]
+    norm, kind = match["norm"], kind_of_norm(match)
+    if kind == "written_out":
+        return {"weight": match.get("norm_weight"), "bias": None}
+    if kind == "rms_norm":
+        return {"weight": _uncast(ops_view.operand(norm, 2, "weight")), "bias": None}
     return {"weight": _uncast(ops_view.operand(norm, 2, "weight")), "bias": _uncast(ops_view.operand(norm, 3, "bias"))}
 
 
@@ -179,7 +267,16 @@ def _uncast(node: Node | None) -> Node | None:
 
 def epsilon(match: Match) -> float:
     """The norm's eps (torch's default is 1e-5).  With dynamic=True it is symbolic; reading it adds a guard."""
-    eps = ops_view.operand(match["norm"], 4, "eps", 1e-5)
+    norm, kind = match["norm"], kind_of_norm(match)
+    if kind == "written_out":
+        eps = match["eps"]
+    elif kind == "rms_norm":
+        eps = ops_view.operand(norm, 3, "eps")
+        if eps is None:
+            dtype = ops_view.dtype_of(norm.args[0])
+            eps = torch.finfo(torch.float32 if dtype is None else dtype).eps
+    else:
+        eps = ops_view.operand(norm, 4, "eps", 1e-5)
     return float(eps.meta["example_value"] if isinstance(eps, Node) else eps)
 
 
@@ -189,7 +286,7 @@ def settle_h(match: Match) -> list[Node]:
     The casts after them only widen h again, so they are left to whoever else reads them.
     """
     chain = [match["sum"]]
-    norm_input = match["norm"].args[0]
+    norm_input = match.get("normed") or match["norm"].args[0]
     while chain[-1] is not norm_input:
         following = next((n for n in match.core if ops_view.canonical(n) == "cast" and n.args[0] is chain[-1]), None)
         if following is None:

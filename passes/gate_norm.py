@@ -10,11 +10,11 @@ from __future__ import annotations
 from torch.fx import Node
 
 from graphopt.codegen.operators import H, Y
-from graphopt.passes import chain
+from graphopt.passes import chain, norms
 from graphopt.passes.record import Kind
 from graphopt.passes.rewrite import Match, Replacement, Rule
 
-PATTERN = chain.norm_of(chain.gated())
+PATTERN = norms.norm_of(chain.gated())
 
 
 def candidate(match: Match) -> bool:
@@ -36,8 +36,9 @@ def replace(match: Match) -> Replacement:
     """One operator call; its first two results are h and y."""
     h = chain.settle_h(match)
     inputs = chain.operands(x=match["residual"], branch=match["branch"], gate=match["gate"], **chain.affine(match))
-    attributes = chain.attributes(match, norm="layer_norm", h=h[0], y=match.root)
-    return Replacement("gate_norm", inputs, attributes, {**dict.fromkeys(h, H), match.root: Y})
+    attributes = chain.attributes(match, norm=chain.norm_name(match), h=h[0], y=match.root)
+    results = {**dict.fromkeys(h, H), match.root: Y}
+    return Replacement("gate_norm", inputs, attributes, results, chain.layouts(results))
 
 
 def sites(match: Match) -> list[tuple[Kind, Node]]:
@@ -45,4 +46,7 @@ def sites(match: Match) -> list[tuple[Kind, Node]]:
     return [("gate", match["sum"])]
 
 
-RULE = Rule("gate_norm", frozenset({"gate_residual"}), ("layer_norm",), PATTERN, candidate, check, replace, sites)
+RULE = Rule(
+    "gate_norm", frozenset({"gate_residual"}), ("layer_norm", "rms_norm", "mul"), PATTERN, candidate, check, replace,
+    sites,
+)

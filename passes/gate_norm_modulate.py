@@ -11,11 +11,11 @@ from __future__ import annotations
 from torch.fx import Node
 
 from graphopt.codegen.operators import H, Y
-from graphopt.passes import chain
+from graphopt.passes import chain, norms
 from graphopt.passes.record import Kind
 from graphopt.passes.rewrite import Match, Replacement, Rule
 
-PATTERN = chain.modulated(chain.norm_of(chain.gated()))
+PATTERN = chain.modulated(norms.norm_of(chain.gated()))
 
 
 def candidate(match: Match) -> bool:
@@ -39,11 +39,12 @@ def replace(match: Match) -> Replacement:
     """One operator call; its first two results are h and y."""
     h = chain.settle_h(match)
     inputs = chain.operands(
-        x=match["residual"], branch=match["branch"], gate=match["gate"], scale=match["scale"], shift=match["shift"],
+        x=match["residual"], branch=match["branch"], gate=match["gate"], scale=match["scale"], shift=match.get("shift"),
         **chain.affine(match),
     )
-    attributes = chain.attributes(match, norm="layer_norm", h=h[0], y=match.root)
-    return Replacement("gate_norm_modulate", inputs, attributes, {**dict.fromkeys(h, H), match.root: Y})
+    attributes = chain.attributes(match, norm=chain.norm_name(match), h=h[0], y=match.root)
+    results = {**dict.fromkeys(h, H), match.root: Y}
+    return Replacement("gate_norm_modulate", inputs, attributes, results, chain.layouts(results))
 
 
 def sites(match: Match) -> list[tuple[Kind, Node]]:
@@ -52,6 +53,6 @@ def sites(match: Match) -> list[tuple[Kind, Node]]:
 
 
 RULE = Rule(
-    "gate_norm_modulate", frozenset({"norm_modulate", "gate_residual"}), ("add",), PATTERN, candidate, check, replace,
-    sites,
+    "gate_norm_modulate", frozenset({"norm_modulate", "gate_residual"}), ("add", "mul"), PATTERN, candidate, check,
+    replace, sites,
 )

@@ -29,9 +29,9 @@ def check(match: Match) -> str | None:
 def replace(match: Match) -> Replacement:
     """One operator call; its first result is h."""
     inputs = chain.operands(x=match["residual"], branch=match["branch"], gate=match["gate"])
-    return Replacement(
-        "gate_residual", inputs, chain.attributes(match, norm="none", h=match.root, y=None), {match.root: H}
-    )
+    results = {match.root: H}
+    attributes = chain.attributes(match, norm="none", h=match.root, y=None)
+    return Replacement("gate_residual", inputs, attributes, results, chain.layouts(results))
 
 
 def sites(match: Match) -> list[tuple[Kind, Node]]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch.fx import Node
 
 from graphopt.codegen.operators import Y
-from graphopt.passes import chain
+from graphopt.passes import chain, norms
 from graphopt.passes.pattern import Var
 from graphopt.passes.record import Kind
 from graphopt.passes.rewrite import Match, Replacement, Rule
 
-PATTERN = chain.modulated(chain.norm_of(Var("x")))
+PATTERN = chain.modulated(norms.Slices(norms.norm_of(Var("x"))))
 
 
 def candidate(match: Match) -> bool:
@@ -35,9 +35,10 @@ def check(match: Match) -> str | None:
 
 def replace(match: Match) -> Replacement:
     """One operator call; its second result is y."""
-    inputs = chain.operands(x=match["x"], scale=match["scale"], shift=match["shift"], **chain.affine(match))
-    attributes = chain.attributes(match, norm="layer_norm", h=None, y=match.root)
-    return Replacement("norm_modulate", inputs, attributes, {match.root: Y})
+    inputs = chain.operands(x=match["x"], scale=match["scale"], shift=match.get("shift"), **chain.affine(match))
+    attributes = chain.attributes(match, norm=chain.norm_name(match), h=None, y=match.root)
+    results = {match.root: Y}
+    return Replacement("norm_modulate", inputs, attributes, results, chain.layouts(results))
 
 
 def sites(match: Match) -> list[tuple[Kind, Node]]:
@@ -45,4 +46,4 @@ def sites(match: Match) -> list[tuple[Kind, Node]]:
     return [("modulate", match.root)]
 
 
-RULE = Rule("norm_modulate", frozenset({"norm_modulate"}), ("add",), PATTERN, candidate, check, replace, sites)
+RULE = Rule("norm_modulate", frozenset({"norm_modulate"}), ("add", "mul"), PATTERN, candidate, check, replace, sites)

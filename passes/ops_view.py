@@ -33,6 +33,10 @@ SPELLINGS: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
     "layer_norm": ((F.layer_norm, torch.layer_norm, aten.layer_norm.default), ()),
     "rms_norm": ((F.rms_norm, torch.rms_norm, aten.rms_norm.default), ()),
     "tanh": ((torch.tanh, aten.tanh.default), ("tanh",)),
+    "rsqrt": ((torch.rsqrt, aten.rsqrt.default), ("rsqrt",)),
+    "mean": ((torch.mean, aten.mean.dim), ("mean",)),
+    "pow": ((operator.pow, torch.pow, aten.pow.Tensor_Scalar), ("pow", "__pow__")),
+    "square": ((torch.square, aten.square.default), ("square",)),
     "cast": (
         (aten._to_copy.default, torch.ops.prims.convert_element_type.default),
         ("to", "float", "half", "bfloat16", "double", "type_as", "type"),

@@ -39,13 +39,16 @@ class Replacement:
     """An operator call for a match.
 
     `inputs` are its tensor operands by name (None for an absent one), `attributes` its other arguments, `results` maps
-    a node of the match to the position of the result that stands for it.  `fusion` names the operator.
+    a node of the match to the position of the result that stands for it.  `fusion` names the operator.  `layouts` maps
+    a node whose memory order is not that of its dimensions to that order (outermost first): operators write contiguous
+    tensors, so such a result is copied into the order eager mode has.
     """
 
     fusion: str
     inputs: dict[str, Node | None]
     attributes: dict[str, Any]
     results: dict[Node, int]
+    layouts: dict[Node, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Match:
     numerics: str = "fp32"
     replacement: Replacement | None = None
     anchor: Node | None = None
+    shared: bool = False  # the norm has readers outside, so it is computed again inside the operator
 
     def __getitem__(self, name: str) -> Node:
         return self.attempt.env[name]
@@ -178,6 +182,7 @@ def _refuse(match: Match, taken: set[Node]) -> tuple[str | None, Node | None]:
         return "crosses an autocast or grad-mode border", None
     match.replacement = match.rule.replace(match)
     results = match.replacement.results
+    share_norm(match)
     inside = set(match.core)
     for node in match.core:
         if node not in results:
@@ -185,12 +190,13 @@ def _refuse(match: Match, taken: set[Node]) -> tuple[str | None, Node | None]:
             if reader is not None:
                 return f"its intermediate {node.name} is also read by {reader.name}", node
     inputs = [n for n in match.replacement.inputs.values() if n is not None]
+    replayed = [m for vs in match.attempt.views.values() for v in vs for m in v.all_input_nodes if m is not v.args[0]]
     for n in inputs:
         v = ops_view.value(n)
         if v is not None and not _compat.is_fake(v):
             return f"{n.name} is a {type(v).__name__}: a fused operator has no sharding rule for it", n
     order = sorted(match.core, key=facts.index.__getitem__)
-    latest = max(facts.index[n] for n in inputs)
+    latest = max(facts.index[n] for n in inputs + replayed)
     anchor = next((n for n in order if facts.index[n] > latest), None)
     if anchor is None:
         return "its inputs come after it", None
@@ -201,11 +207,26 @@ def _refuse(match: Match, taken: set[Node]) -> tuple[str | None, Node | None]:
             return f"{node.name} is read by {early.name} before all inputs of the site exist", node
     everything = match.core + match.side
     first = min(facts.index[n] for n in everything)
-    write = facts.write_between(first, facts.index[order[-1]], inputs + match.core)
+    write = facts.write_between(first, facts.index[order[-1]], inputs + everything)
     if write is not None:
         return f"an in-place write ({write.name}) between its nodes may change its inputs", write
     match.anchor = anchor
     return None, None
+
+
+def share_norm(match: Match) -> None:
+    """A norm without a gate in front may have other readers: it then stays, and the operator computes its own."""
+    norm = match.get("norm")
+    if norm is None or match.get("sum") is not None:
+        return
+    chain = [n for n in (match.get("shifted"), match.get("product"), match.root) if n is not None]
+    first = min(match.facts.index[n] for n in chain)
+    inner = {n for n in match.core if match.facts.index[n] < first}
+    inside = set(match.core)
+    if any(u not in inside for n in inner for u in n.users):
+        match.core[:] = [n for n in match.core if n not in inner]
+        match.side.extend(n for n in inner if n not in match.side)
+        match.shared = True
 
 
 def _unread_side(match: Match, inside: set[Node]) -> set[Node]:
@@ -223,14 +244,20 @@ def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match
     Raises RewriteError when the graph would not be what it was: another dtype or shape, or a node still in use.
     """
     became: dict[Node, Node] = {}
+    owned = {n for m in matches for n in m.core}
     for match in matches:
-        _put(gm.graph, match, operator_of(match), became)
+        _put(gm.graph, match, operator_of(match), became, owned)
     gm.graph.lint()
     gm.recompile()
 
 
-def _put(graph: fx.Graph, match: Match, operator: Any, became: dict[Node, Node]) -> None:
-    """Put one replacement in.  `became` maps nodes already replaced to what stands for them now."""
+def _put(
+    graph: fx.Graph, match: Match, operator: Any, became: dict[Node, Node], owned: set[Node]
+) -> None:
+    """Put one replacement in.
+
+    `became` maps nodes already replaced to what stands for them now; `owned` are the nodes that matches replace.
+    """
     replacement, anchor = match.replacement, match.anchor
     if replacement is None or anchor is None:
         raise RewriteError("a match was not accepted", where=match.root.name)
@@ -242,10 +269,14 @@ def _put(graph: fx.Graph, match: Match, operator: Any, became: dict[Node, Node])
         kwargs = {**{k: v for k, v in inputs.items()}, **replacement.attributes}
         call = graph.create_node("call_function", operator, (), kwargs, name=replacement.fusion)
         parts = {old: graph.call_function(op.getitem, (call, i)) for old, i in replacement.results.items()}
+        laid = {
+            old: _laid_out(graph, new, replacement.layouts[old]) if old in replacement.layouts else new
+            for old, new in parts.items()
+        }
     for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
         if key in match.root.meta:
             call.meta[key] = match.root.meta[key]
-    for old, new in parts.items():
+    for old, new in laid.items():
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
         became[old] = new
@@ -254,12 +285,22 @@ def _put(graph: fx.Graph, match: Match, operator: Any, became: dict[Node, Node])
         if node.users:
             raise RewriteError(f"{node.name} is still read by {next(iter(node.users)).name}", where=match.root.name)
         graph.erase_node(node)
-    for new in parts.values():
-        if not new.users:
+    for new in laid.values():
+        while not new.users and new is not call:  # nothing reads this result: its getitem and copy go
+            above = new.all_input_nodes[0]
             graph.erase_node(new)
+            new = above
     for node in sorted(set(match.side), key=order, reverse=True):
-        if not node.users and node.op != "placeholder":
+        if not node.users and node.op != "placeholder" and node not in owned:
             graph.erase_node(node)
+
+
+def _laid_out(graph: fx.Graph, node: Node, order: tuple[int, ...]) -> Node:
+    """The same values in the memory order given (outermost dimension first)."""
+    back = tuple(order.index(i) for i in range(len(order)))
+    moved = graph.call_method("permute", (node, order))
+    dense = graph.call_method("contiguous", (moved,))
+    return graph.call_method("permute", (dense, back))
 
 
 def _replay(graph: fx.Graph, node: Node, views: list[Node]) -> Node:
