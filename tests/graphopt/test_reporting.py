@@ -103,8 +103,8 @@ def test_check_names_what_is_missing() -> None:
     m = Modulated()
 
     def escaping(x, s, b):
-        n = F.layer_norm(x, (8,))
-        return n * (1 + s) + b, n.sum()
+        product = F.layer_norm(x, (8,)) * (1 + s)
+        return product + b, product.sum()
 
     f = compiled(escaping)
     f(*operands())
