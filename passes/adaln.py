@@ -56,7 +56,7 @@ class AdaLN:
         reason, prediction = None, None
         if device == "reference":
             if context.select == "profitable":
-                reason = "off a GPU the fused operator is plain torch, and Inductor is faster (select='all' forces it)"
+                reason = "no GPU or no Triton: the operator is plain torch, Inductor is faster (select='all' forces it)"
         else:
             reason = self.unbuilt(match, device, context, record)
             if reason is None:

@@ -70,6 +70,23 @@ def test_affine_and_modulate_together() -> None:
         lambda *v: call("norm_modulate", t | dict(zip(leaves, v)), *attributes("norm_modulate")), tuple(leaves.values()))
 
 
+@pytest.mark.parametrize("parts", [("scale",), ("scale", "shift"), ("weight",), ("weight", "scale", "shift")], ids="+".join)
+def test_rms_norm(parts: tuple[str, ...]) -> None:
+    """RMS norm in every combination of parts, scale alone included."""
+    t = operands("norm_modulate") | {"weight": torch.randn(7, dtype=torch.float64, requires_grad=True), "bias": None}
+    t = {n: v if n == "x" or n in parts else None for n, v in t.items()}
+    attributes_ = ("rms_norm", 1e-6, 1.0, torch.float64, torch.float64, "")
+    want = F.rms_norm(t["x"], (7,), t["weight"], 1e-6)
+    if t["scale"] is not None:
+        want = want * (1 + t["scale"])
+    if t["shift"] is not None:
+        want = want + t["shift"]
+    torch.testing.assert_close(call("norm_modulate", t, *attributes_)[0], want, rtol=1e-12, atol=1e-12)
+    leaves = {n: v for n, v in t.items() if v is not None}
+    assert torch.autograd.gradcheck(
+        lambda *v: call("norm_modulate", t | dict(zip(leaves, v)), *attributes_), tuple(leaves.values()))
+
+
 def test_plain_scale_and_weight_without_bias() -> None:
     t = operands("norm_modulate")
     got = call("norm_modulate", t, *attributes("norm_modulate", offset=0.0))[0]

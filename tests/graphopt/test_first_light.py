@@ -86,6 +86,19 @@ def test_sites_output_and_gradients(name: str, dtype: torch.dtype, dynamic: bool
     assert_contract(got, eager, truth_of(name, dtype), dtype)
 
 
+@pytest.mark.parametrize(("name", "modulates", "gates"), [("ltx", 5, 4), ("hunyuan_video", 11, 12), ("cogvideox", 9, 8)])
+def test_rms_norms_affine_and_shared_modulation(name: str, modulates: int, gates: int) -> None:
+    """LTX writes its RMS norms out, HunyuanVideo has a refiner, CogVideoX modulates an affine norm: reference operators."""
+    model, inputs = zoo.ZOO[name].build()
+    model.train()
+    eager = run(model, model, inputs)
+    step = torch.compile(model, backend="graphopt", options={"graphopt.select": "all", "graphopt.compiler": "aot_eager"})
+    got = run(step, model, inputs)
+    report = graphopt.check(step, {"modulate": modulates, "gate": gates}, what="rewritten")
+    assert (report.count("modulate"), report.count("gate")) == (modulates, gates)
+    assert_contract(got, eager, truth_of(name, FP32), FP32)
+
+
 def test_gradients_are_repeatable() -> None:
     model, inputs = zoo.ZOO["wan"].build(torch.bfloat16)
     step = torch.compile(model.train(), backend="graphopt",
