@@ -1,7 +1,7 @@
 """The tiny Wan, FLUX and SD3 of the zoo: every site is found, and output and every gradient stay within the contract.
 
 Contract (whole model): geometric mean over tensors at most 1.05x eager's error against fp64, no tensor above 2x,
-tensors under 64 elements pooled; in fp32 an error of 1e-5 is always good enough.
+tensors under 64 elements pooled.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ def assert_contract(got: dict, eager: dict, truth: dict, dtype: torch.dtype) -> 
         assert got[n].dtype == eager[n].dtype, n
         assert got[n].shape == eager[n].shape, n
         assert got[n].stride() == eager[n].stride(), n
-    floor = 1e-5 if dtype == torch.float32 else 1e-12
     ours, theirs = errors(got, truth), errors(eager, truth)
-    ratio = {n: max(ours[n], floor) / max(theirs[n], floor) for n in ours}
+    ratio = {n: max(ours[n], 1e-12) / max(theirs[n], 1e-12) for n in ours}
     assert max(ratio.values()) <= 2, max(ratio.items(), key=lambda kv: kv[1])
     assert math.exp(sum(map(math.log, ratio.values())) / len(ratio)) <= 1.05, ratio
 
@@ -86,7 +85,8 @@ def test_sites_output_and_gradients(name: str, dtype: torch.dtype, dynamic: bool
     assert_contract(got, eager, truth_of(name, dtype), dtype)
 
 
-@pytest.mark.parametrize(("name", "modulates", "gates"), [("ltx", 5, 4), ("hunyuan_video", 11, 12), ("cogvideox", 9, 8)])
+@pytest.mark.parametrize(("name", "modulates", "gates"), [
+    ("ltx", 5, 4), ("cogvideox", 9, 8), pytest.param("hunyuan_video", 11, 12, marks=pytest.mark.nightly)])
 def test_rms_norms_affine_and_shared_modulation(name: str, modulates: int, gates: int) -> None:
     """LTX writes its RMS norms out, HunyuanVideo has a refiner, CogVideoX modulates an affine norm: reference operators."""
     model, inputs = zoo.ZOO[name].build()
