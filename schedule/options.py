@@ -84,6 +84,8 @@ def measured(source: str, tokens: str, caption: int, budget_s: float, runs: Path
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         import torch
 
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     return shape_benchmark(
