@@ -1,6 +1,6 @@
 """Everything too long for CI: the tests marked `nightly`, then the benchmarks that need no GPU.
 
-    python benchmarks/nightly.py
+    python benchmarks/nightly.py [PART ...]
 
 Writes results/<machine>/nightly.json: per part the exit code and the seconds.
 """
@@ -15,15 +15,18 @@ from pathlib import Path
 from _results import save
 
 ROOT = Path(__file__).resolve().parent.parent
+NIGHTLY = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly"]
 PARTS = {
-    "tests": [sys.executable, "-m", "pytest", "-q", "tests", "--nightly"],
+    "graphopt": [*NIGHTLY, "tests/graphopt"],
+    "schedule": [*NIGHTLY, "tests/schedule"],
     "match": [sys.executable, "benchmarks/match.py"],
 }
 
 
 def main() -> None:
     rows = []
-    for name, command in PARTS.items():
+    for name in sys.argv[1:] or PARTS:
+        command = PARTS[name]
         start = time.perf_counter()
         done = subprocess.run(command, cwd=ROOT, check=False)
         rows.append(dict(part=name, exit_code=done.returncode, seconds=round(time.perf_counter() - start, 1)))
