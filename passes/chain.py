@@ -15,7 +15,7 @@ from torch.fx import Node
 from graphopt.codegen.form import encode_rounding
 from graphopt.passes import ops_view
 from graphopt.passes.norms import InnerCasts, slices_rows
-from graphopt.passes.pattern import Op, Pattern, Var
+from graphopt.passes.pattern import Const, Op, Pattern, Var
 from graphopt.passes.rewrite import Match
 
 
@@ -27,24 +27,10 @@ def gated() -> Pattern:
 
 def modulated(norm: Pattern) -> Pattern:
     """norm * gain (+ shift), where the gain is `1 + scale` (possibly viewed after the addition) or a plain scale."""
-    one_plus = Op("add", Var("scale").cast(), ONE, bind="gain", side=True)
+    one_plus = Op("add", Var("scale").cast(), Const(1), bind="gain", side=True)
     gain = one_plus.views("scale").cast() | Var("scale").cast()
     product = Op("mul", InnerCasts(norm), gain, bind="product")
     return Op("add", product.cast(), Var("shift").cast(), bind="shifted") | product
-
-
-class _One(Pattern):
-    """The 1 of `1 + scale`."""
-
-    def match(self, x: object, attempt: Any) -> Any:
-        """See Pattern."""
-        if isinstance(x, (int, float)) and not isinstance(x, bool) and x == 1:
-            yield
-        else:
-            attempt.fail(x, "the scale is added to something other than 1")
-
-
-ONE = _One()
 
 
 # -- questions ---------------------------------------------------------------------------------------
