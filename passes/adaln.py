@@ -11,7 +11,6 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.codegen import operators, readiness
-from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
 from graphopt.errors import CodegenError
 from graphopt.passes import ops_view, rewrite, source
 from graphopt.passes.pipeline import PassContext, nested
@@ -80,10 +79,6 @@ class AdaLN:
         if replacement is None:
             raise ValueError("a match was not accepted")
         values = {n: None if x is None else _fake(match, n, x) for n, x in replacement.inputs.items()}
-        values |= {n: values.get(n) for n in OUTPUT_PARTS}
-        missing = no_kernel(match)
-        if missing is not None:
-            return missing
         try:
             return readiness.check(values, replacement.attributes, target, training=needs_grad(match))
         except CodegenError as error:
@@ -93,34 +88,6 @@ class AdaLN:
             context.warn(f"{source.fqn(match.root)} ({place}): {error.what}; the site is left to Inductor")
             record.dropped.append(match.root.name)
             return f"its kernel does not compile for {target}: {error.what}"
-
-
-def no_kernel(match: Match) -> str | None:
-    """What the generated kernels do not do yet; the reference operators do all of it."""
-    replacement = match.replacement
-    if replacement is None:
-        raise ValueError("a match was not accepted")
-    attributes, inputs = replacement.attributes, replacement.inputs
-    if "rms_norm" in (attributes["norm"], attributes["branch_norm"]):
-        return "RMS norm: no kernel yet"
-    if attributes["branch_norm"] != "none":
-        return "a gate on a normed branch: no kernel yet"
-    if attributes["activation"] != "identity":
-        return f"a gate through {attributes['activation']}: no kernel yet"
-    if inputs["branch"] is not None and inputs["gate"] is None:
-        return "a residual without a gate: no kernel yet"
-    outputs = decode_outputs(attributes["outputs"])
-    if len(outputs) > 1:
-        return "one norm with several modulates: no kernel yet"
-    if outputs and "scale" in outputs[0] and "shift" not in outputs[0]:
-        return "a scale without a shift: no kernel yet"
-    if any("table" in name for name in inputs if inputs[name] is not None):
-        return "a table added to a factor: no kernel yet"
-    if match.shared:
-        return "one norm with several readers: no kernel that computes it once yet"
-    if replacement.layouts:
-        return "layout: the result is transposed in memory, and kernels write rows"
-    return None
 
 
 def _fake(match: Match, name: str, node: Node) -> torch.Tensor | None:
