@@ -28,6 +28,7 @@ class Configuration:
     programs_per_sm: of a persistent kernel; 0 for a grid over the rows.
     rows: rows a program of a forward walks (1: the grid is over rows, nothing is persistent).
     chunked: the row does not fit in registers and is walked in chunks of blocks[0].
+    joint: both means of a layer norm's backward come from one reduction tree.
     """
 
     blocks: tuple[int, ...]
@@ -36,6 +37,7 @@ class Configuration:
     programs_per_sm: int
     rows: int = 1
     chunked: bool = False
+    joint: bool = False
 
 
 def configure(spec: KernelSpec) -> Configuration:

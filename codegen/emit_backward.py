@@ -215,6 +215,9 @@ class Backward(Base):
 
     def means(self, prefix: str, norm: str, w: str, hat: str) -> None:
         """The means over the row that a norm's backward subtracts."""
+        if norm == "layer_norm" and self.config.joint:
+            self.two_means(f"{prefix}mean_w", f"{w}_{{i}}", f"{prefix}mean_wx", f"{w}_{{i}} * {hat}_{{i}}")
+            return
         if norm == "layer_norm":
             self.mean_over_row(f"{prefix}mean_w", f"{w}_{{i}}")
         self.mean_over_row(f"{prefix}mean_wx", f"{w}_{{i}} * {hat}_{{i}}")

@@ -169,16 +169,23 @@ class Base:
 
     # -- arithmetic ------------------------------------------------------------------------------
 
-    def mean_over_row(self, name: str, part: str) -> None:
-        """`name` = mean over D of an expression, with {i} for the sub-block.
-
-        Equal widths are added first, so that there is one reduction per width.
-        """
-        by_width: dict[int, list[str]] = {}
+    def by_width(self, part: str) -> list[str]:
+        """The sum of an expression, {i} for the sub-block, per width: so there is one reduction for each."""
+        found: dict[int, list[str]] = {}
         for i in self.blocks:
-            by_width.setdefault(self.config.blocks[i], []).append(part.format(i=i))
-        terms = " + ".join(f"tl.sum({' + '.join(ps)}, 0)" for ps in by_width.values())
+            found.setdefault(self.config.blocks[i], []).append(part.format(i=i))
+        return [" + ".join(parts) for parts in found.values()]
+
+    def mean_over_row(self, name: str, part: str) -> None:
+        """`name` = mean over D of an expression."""
+        terms = " + ".join(f"tl.sum({sums}, 0)" for sums in self.by_width(part))
         self(f"{name} = ({terms}) * {1.0 / self.spec.D!r}")
+
+    def two_means(self, name: str, part: str, other: str, other_part: str) -> None:
+        """Two means over D from one reduction tree."""
+        pairs = zip(self.by_width(part), self.by_width(other_part))
+        terms = " + ".join(f"tl.sum(tl.join({a}, {b}), 0)" for a, b in pairs)
+        self(f"{name}, {other} = tl.split(({terms}) * {1.0 / self.spec.D!r})")
 
     def rounded(self, value: str, point: str) -> str:
         """A value after the rounding of numerics="eager", fp32 again."""
