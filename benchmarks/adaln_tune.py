@@ -90,6 +90,7 @@ def launcher(code: str, B: int, N: int, D: int):
 def neighbours(code: str, D: int, base: Configuration, row_bytes: int) -> list[Configuration]:
     """Configurations near the closed form."""
     found: list[Configuration] = []
+    base_per_sm = base.programs_per_sm
     if code[-1] == "f":
         for warps in (1, 2, 4):
             if D // warps <= 2048:
@@ -104,7 +105,7 @@ def neighbours(code: str, D: int, base: Configuration, row_bytes: int) -> list[C
         found.append(replace(base, joint=joint))
         for warps in sorted({max(1, base.warps // 2), base.warps, base.warps * 2}):
             for blocks in sorted({cut(D, 256 * warps), cut(D, 128 * warps)}):
-                for per_sm in sorted({max(1, base.programs_per_sm - 1), base.programs_per_sm, base.programs_per_sm + 1}):
+                for per_sm in sorted({max(1, base_per_sm - 1), base_per_sm, base_per_sm + 1}):
                     for stages in range(base.stages - 1, base.stages + 3):
                         ring = (stages - 1) * per_sm * row_bytes
                         if stages >= 3 and 40e3 < ring < 130e3 and D / warps < 1700:
@@ -116,7 +117,9 @@ def candidates(code: str, spec, D: int) -> list[Configuration]:
     """The closed form, then its neighbours, those that differ least first."""
     base = configure(spec)
     row_bytes = sum(spec.dtype(t).itemsize for t in spec.rows_in) * D
-    near = sorted(neighbours(code, D, base, row_bytes), key=lambda c: sum(a != b for a, b in zip(asdict(c).values(), asdict(base).values())))
+    own = asdict(base)
+    differs = lambda c: sum(value != own[name] for name, value in asdict(c).items())
+    near = sorted(neighbours(code, D, base, row_bytes), key=differs)
     return list(dict.fromkeys([base, *near]))
 
 
@@ -178,8 +181,8 @@ def main() -> None:
         print(f"== {case}: floor {floor:.1f} us, {len(rows)} configurations", flush=True)
         for share, us, c in sorted(rows, key=lambda r: -r[0])[:7] + [r for r in rows if r[2] == base]:
             star = "*" if c == base else " "
-            print(f" {star} {share:.3f} {us:8.1f} us  warps {c.warps} stages {c.stages} per_sm {c.programs_per_sm} rows "
-                  f"{c.rows} joint {int(c.joint)} blocks {'+'.join(map(str, c.blocks))}", flush=True)
+            print(f" {star} {share:.3f} {us:8.1f} us  warps {c.warps} stages {c.stages} per_sm {c.programs_per_sm} "
+                  f"rows {c.rows} joint {int(c.joint)} blocks {'+'.join(map(str, c.blocks))}", flush=True)
         done = [dict(case=case, us=us, share=share, closed_form=c == base, **asdict(c)) for share, us, c in rows]
         save("adaln_tune", done, ("case", "blocks", "warps", "stages", "programs_per_sm", "rows", "joint"),
              {"copy_tb_per_s": bandwidth}, args.out)

@@ -28,7 +28,8 @@ def compiled(request: dict[str, Any]) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     attrs = {(i,): [["tt.divisibility", 16]] for i in request["aligned"]}
-    source = ASTSource(fn=getattr(module, request["function"]), signature=request["signature"], constexprs={}, attrs=attrs)
+    fn = getattr(module, request["function"])
+    source = ASTSource(fn=fn, signature=request["signature"], constexprs={}, attrs=attrs)
     return triton.compile(source, target=GPUTarget(*request["target"]), options={"num_warps": request["warps"]})
 
 
@@ -37,8 +38,9 @@ def resources(kernel: Any) -> dict[str, int]:
     found = {"shared": int(kernel.metadata.shared)}
     if "amdgcn" in kernel.asm:
         text = kernel.asm["amdgcn"]
-        count = lambda name: max([int(n) for n in re.findall(rf"\.{name}:\s+(\d+)", text)] or [0])
-        return found | {"registers": count("vgpr_count"), "spills": count("vgpr_spill_count")}
+        most = {name: max([int(n) for n in re.findall(rf"\.{name}:\s+(\d+)", text)] or [0])
+                for name in ("vgpr_count", "vgpr_spill_count")}
+        return found | {"registers": most["vgpr_count"], "spills": most["vgpr_spill_count"]}
     import triton
 
     with tempfile.TemporaryDirectory() as folder:

@@ -292,4 +292,4 @@ class Backward(Base):
             for i in self.blocks:
                 value = f"tl.sum(sum_{f}_{i}, 0)" if self.tile else f"sum_{f}_{i}"
                 edge = f", mask=c_{i} < {s.D}" if self.inside(i) else ""
-                self(f"tl.store(partial + {k * s.D} + c_{i}, {value}{edge})")
+                self(f"tl.store(partial + {f'{k * s.D} + ' if k else ''}c_{i}, {value}{edge})")

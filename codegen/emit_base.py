@@ -26,6 +26,11 @@ TANH = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925, 21844 / 6081075, -
 HEADER = "import triton\nimport triton.language as tl\n\n\n"
 
 
+def variable(index: str) -> str:
+    """What an index of a row is called in a kernel."""
+    return "group" if index == "g" else index
+
+
 class Base:
     """An emitter: a spec, a configuration, and the lines written so far."""
 
@@ -62,15 +67,11 @@ class Base:
     # -- which row -------------------------------------------------------------------------------
 
     def group_index(self) -> None:
-        """The indices of a modulation group, from `group`; in an unpermuted dense kernel none is needed."""
+        """The two indices of a modulation group, where one does not do."""
         s = self.spec
-        if not any(index.startswith("g") for _, index in s.stride_arguments):
-            return
-        if s.group_dims == 2:
+        if s.group_dims == 2 and any(index.startswith("g") for _, index in s.stride_arguments):
             self("g0 = group // G1")
             self("g1 = group % G1")
-        else:
-            self("g = group")
 
     def row_index(self, n: str) -> None:
         """`row`, the place of row n of this group, and the indices that strides are multiplied with."""
@@ -82,7 +83,7 @@ class Base:
                 self("n0 = n // N1")
                 self("n1 = n % N1")
         if s.permuted:
-            self(f"row = {' + '.join(f'{i} * row_{i}' for i in s.indices)}")
+            self(f"row = {' + '.join(f'{variable(i)} * row_{i}' for i in s.indices)}")
         elif not n.startswith("row"):
             self(f"row = group * N + {'n' if used else n}")
 
@@ -91,7 +92,8 @@ class Base:
     def columns(self) -> None:
         """`c_i`, the columns of every sub-block."""
         for i in self.blocks:
-            self(f"c_{i} = {self.starts[i]} + tl.arange(0, {self.config.blocks[i]})")
+            start = f"{self.starts[i]} + " if self.starts[i] else ""
+            self(f"c_{i} = {start}tl.arange(0, {self.config.blocks[i]})")
 
     @contextmanager
     def over_chunks(self) -> Iterator[None]:
@@ -123,6 +125,7 @@ class Base:
         return f"tl.where({inside}, {value}, 0.0)" if inside else value
 
     def column_of(self, tensor: str, i: int) -> str:
+        """Offsets of the columns of a tensor."""
         column = f"c_{i}[None, :]" if self.tile else f"c_{i}"
         return f"{column} * {tensor}_column" if "+column" in self.spec.layout(tensor) else column
 
@@ -139,8 +142,8 @@ class Base:
             return f"{name} + {f'c_{i} * {tensor}_column' if '+column' in s.layout(tensor) else f'c_{i}'}"
         else:
             indices = [x for x in s.indices if place == "rows" or x.startswith("g")]
-            up = lambda x: f"{x}[:, None]" if self.tile and x.startswith("n") else x
-            offset = " + ".join(f"{up(x)} * {tensor}_{x}" for x in indices)
+            named = {x: f"{x}[:, None]" if self.tile and x.startswith("n") else variable(x) for x in indices}
+            offset = " + ".join(f"{named[x]} * {tensor}_{x}" for x in indices)
             if place == "group":
                 column = f"c_{i} * {tensor}_column" if "+column" in s.layout(tensor) else f"c_{i}"
                 return f"{name} + {offset} + {column}"
@@ -221,21 +224,21 @@ class Base:
             self(f"{gain}_{i} = {self.rounded(f'{s.offset!r} + {value}' if s.offset else value, 'gain')}")
         elif stem == "gate" and s.activation == "tanh":
             self(f"gate_{i} = {value}")
-            self.tanh(f"gate_{i}", f"gate_{i}")
-            self(f"gate_{i} = {self.rounded(f'gate_{i}', 'activated')}")
+            self.tanh(f"gate_{i}")
         else:
             self(f"{name}_{i} = {value}")
 
-    def tanh(self, name: str, of: str) -> None:
-        """`name` = tanh(of) to about one ulp: a series near zero, where the quotient would cancel."""
-        self(f"square = {of} * {of}")
+    def tanh(self, name: str) -> None:
+        """`name` becomes its tanh, to about one ulp: a series near zero, where the quotient would cancel."""
+        self(f"square = {name} * {name}")
         series = repr(TANH[-1])
         for c in TANH[-2::-1]:
             series = f"({c!r} + square * {series})"
-        self(f"series = {of} + {of} * square * {series}")
-        self(f"shrunk = tl.exp(-2.0 * tl.abs({of}))")
+        self(f"series = {name} + {name} * square * {series}")
+        self(f"shrunk = tl.exp(-2.0 * tl.abs({name}))")
         self("far = (1.0 - shrunk) / (1.0 + shrunk)")
-        self(f"{name} = tl.where(square < 0.25, series, tl.where({of} < 0.0, -far, far))")
+        value = f"tl.where(square < 0.25, series, tl.where({name} < 0.0, -far, far))"
+        self(f"{name} = {self.rounded(value, 'activated')}")
 
     @property
     def once(self) -> list[str]:

@@ -72,20 +72,25 @@ class Forward(Base):
             for f in late:
                 if f in FRONT:
                     self.factor(f, i)
-        for i in self.blocks:
-            self.h(i, "branch" if not s.branch_normed else "centred")
-            if s.gated:
+        if s.gated:
+            for i in self.blocks:
+                self.h(i, "branch" if not s.branch_normed else "centred")
                 self.store("h", i, f"h_{i}")
         self.save_statistics("branch_", s.branch_normed, s.branch_norm)
         if not s.normed:
             return
-        self.normalise("h", s.norm, s.eps, "")
+        self.normalise(self.normed_name, s.norm, s.eps, "")
         for i in self.blocks:
             for f in late:
                 if f not in FRONT:
                     self.factor(f, i)
             self.outputs(i)
         self.save_statistics("", s.normed, s.norm)
+
+    @property
+    def normed_name(self) -> str:
+        """What is normed: the sum, or x itself where nothing is added."""
+        return "h" if self.spec.gated else "x"
 
     def normalise(self, of: str, norm: str, eps: float, prefix: str) -> None:
         """`centred_i`, `mean` and `rstd` of `of_i`: two passes, so a large mean costs no digits."""
@@ -94,8 +99,7 @@ class Forward(Base):
             self.mean_over_row(f"{prefix}mean", f"{of}_{{i}}")
             for i in self.blocks:
                 self(f"centred_{i} = {self.zero_outside(i, f'{of}_{i} - {prefix}mean')}")
-            wide = s.dtype("branch" if of == "branch" else "h" if s.gated else "x").itemsize == 4
-            if wide:  # an fp32 row with a large mean: what rounding the mean lost
+            if s.dtype(of).itemsize == 4:  # an fp32 row with a large mean: what rounding the mean lost
                 self.mean_over_row("rest", "centred_{i}")
                 for i in self.blocks:
                     self(f"centred_{i} = {self.zero_outside(i, f'centred_{i} - rest')}")
@@ -116,9 +120,6 @@ class Forward(Base):
     def h(self, i: int, branch: str) -> None:
         """`h_i`, rounded to its dtype: x + gate * branch, from the branch or its centred values."""
         s = self.spec
-        if not s.gated:
-            self(f"h_{i} = x_{i}")
-            return
         value = f"{branch}_{i}"
         if s.branch_normed:
             value = f"{value} * branch_rstd"
@@ -163,13 +164,13 @@ class Forward(Base):
         if s.branch_normed:
             self.chunk_statistics("branch", s.branch_norm, s.branch_eps, "branch_")
         if s.normed:
-            self.chunk_statistics("h", s.norm, s.eps, "")
+            self.chunk_statistics(self.normed_name, s.norm, s.eps, "")
         with self.over_chunks():
             self.chunk_h()
             if s.gated:
                 self.store("h", 0, "h_0")
             if s.normed:
-                self(f"centred_0 = {'h_0 - mean - rest' if s.norm == 'layer_norm' else 'h_0'}")
+                self(f"centred_0 = {self.normed_name}_0{' - mean - rest' if s.norm == 'layer_norm' else ''}")
                 for f in self._heads:
                     if f not in FRONT:
                         self.factor(f, 0)
@@ -182,7 +183,7 @@ class Forward(Base):
     def chunk_statistics(self, of: str, norm: str, eps: float, prefix: str) -> None:
         """`mean`, `rest` (what rounding the mean lost) and `rstd` of a row that is read in chunks."""
         width, D = self.config.blocks[0], self.spec.D
-        load = self.chunk_h if of == "h" else lambda: self(f"branch_0 = {self.load('branch', 0)}")
+        load = self.chunk_h if of != "branch" else lambda: self(f"branch_0 = {self.load('branch', 0)}")
         mean = f"{prefix}mean"
         if norm == "layer_norm":
             self(f"total = tl.zeros([{width}], tl.float32)")
@@ -217,4 +218,5 @@ class Forward(Base):
         if s.branch_normed:
             centre = " - branch_mean - branch_rest" if s.branch_norm == "layer_norm" else ""
             self(f"centred_0 = branch_0{centre}")
-        self.h(0, "centred" if s.branch_normed else "branch")
+        if s.gated:
+            self.h(0, "centred" if s.branch_normed else "branch")

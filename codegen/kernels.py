@@ -244,8 +244,8 @@ def _run(
     tokens = {}
     for f in factors:
         if spec.has(f"d{f}"):
-            own = layout.varies(factors[f], h) == frozenset(plan.lead)
-            tokens[f"d{f}"] = torch.empty(factors[f].shape if own else h.shape, dtype=spec.dtype(f"d{f}"), device=device)
+            shape = factors[f].shape if layout.varies(factors[f], h) == frozenset(plan.lead) else h.shape
+            tokens[f"d{f}"] = torch.empty(shape, dtype=spec.dtype(f"d{f}"), device=device)
     outs = whole | tokens
     specs = backward_parts(spec)
     two = len(specs) == 2

@@ -63,7 +63,8 @@ class Plan:
 def varies(f: Tensor, x: Tensor) -> frozenset[int]:
     """The leading dimensions of x in which a factor varies."""
     off = x.dim() - f.dim()
-    return frozenset(i + off for i, size in enumerate(f.shape[:-1]) if not same(size, 1) and not same(x.shape[i + off], 1))
+    sizes = {i + off: size for i, size in enumerate(f.shape[:-1])}
+    return frozenset(i for i, size in sizes.items() if not same(size, 1) and not same(x.shape[i], 1))
 
 
 def per_token(f: Tensor, x: Tensor, group: frozenset[int]) -> bool:
@@ -126,9 +127,8 @@ def plan(x: Tensor, activations: dict[str, Tensor], factors: dict[str, Tensor]) 
         if not runs:
             strides |= {(name, kind): 0 for name in steps}
     strides |= {(name, "column"): c for name, c in columns.items()}
-    size = lambda run: math.prod(sizes[i] for i in run)
-    return Plan(tuple(map(size, groups)) or (1,), tuple(map(size, rows)) or (1,), permuted, layouts, strides, lead,
-                len(first))
+    group_sizes, row_sizes = (tuple(math.prod(sizes[i] for i in run) for run in runs) or (1,) for runs in (groups, rows))
+    return Plan(group_sizes, row_sizes, permuted, layouts, strides, lead, len(first))
 
 
 def _dense_strides(sizes: list[Any]) -> list[Any]:

@@ -71,7 +71,10 @@ def specs(values: dict[str, Tensor | None], attributes: dict[str, Any], training
     out = [kernels.prepare_forward(**single, modulation=modulation, **a)[0]]  # type: ignore[arg-type]
     if training:
         branch = single["branch"]
-        like = lambda dtype: torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+        def like(dtype: torch.dtype) -> Tensor:
+            return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
         # the backward reads what the forward saved: h where there is a branch, x where there is none
         saved = x if branch is None else like(a["h_dtype"])
         added_only = branch is not None and single["gate"] is None and a["branch_norm"] == "none"
@@ -91,4 +94,4 @@ def specs(values: dict[str, Tensor | None], attributes: dict[str, Any], training
 def compile_for(spec: KernelSpec, target: str) -> Resources:
     """Compile one kernel; CodegenError with the compiler's text if that fails."""
     config = configure(spec)
-    return compiler.compile_source(spec, config, emit(spec, config), target)
+    return compiler.shared().compile(compiler.unit_of(spec, config, emit(spec, config)), target)

@@ -12,7 +12,8 @@ from importlib.resources import files
 
 # tensors of [rows, D] that must cross HBM at least once: (forward, backward)
 UNITS = {
-    "norm_modulate": (2, 3), "norm_modulates": (3, 4), "residual_norm_modulate": (4, 4), "residual_norm_modulates": (5, 5),
+    "norm_modulate": (2, 3), "norm_modulates": (3, 4),
+    "residual_norm_modulate": (4, 4), "residual_norm_modulates": (5, 5),
     "gate_norm_modulate": (4, 6), "gate_norm_modulates": (5, 7), "gate_norm": (4, 6), "gate_residual": (3, 3),
     "branch_norm_gate": (3, 3), "branch_norm_gate_norm": (4, 6), "branch_norm_gate_norm_modulate": (4, 6),
 }

@@ -71,9 +71,9 @@ def test_spec_refuses_a_width_without_kernel() -> None:
 @pytest.fixture
 def fresh_compiler():
     readiness.compile_for.cache_clear()
-    compiler._stop()
+    compiler.shared().stop()
     yield
-    compiler._stop()
+    compiler.shared().stop()
     readiness.compile_for.cache_clear()
 
 
