@@ -16,7 +16,7 @@ from graphopt.errors import CodegenError
 from graphopt.passes import ops_view, rewrite, source
 from graphopt.passes.pipeline import PassContext, nested
 from graphopt.passes.record import Kernel, PassRecord, Prediction, Site
-from graphopt.passes.rewrite import Match
+from graphopt.passes.rule import Match
 from graphopt.schedule import site_cost
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,9 @@ def no_kernel(match: Match) -> str | None:
         return "a scale without a shift: no kernel yet"
     if any("table" in name for name in inputs if inputs[name] is not None):
         return "a table added to a factor: no kernel yet"
+    width = ops_view.value(match.root)
+    if width is None or not isinstance(width.shape[-1], int):
+        return "the width is not known at compile time: no kernel"
     if match.shared:
         return "one norm with several readers: no kernel that computes it once yet"
     if replacement.layouts:
@@ -124,7 +127,7 @@ def no_kernel(match: Match) -> str | None:
 
 
 def _fake(match: Match, name: str, node: Node) -> torch.Tensor | None:
-    views = match.attempt.views.get(name)
+    views = match.replacement.views.get(name) if match.replacement else None
     return ops_view.value(views[0] if views else node)
 
 
