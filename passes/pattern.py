@@ -5,8 +5,9 @@
     ADALN = norm.cast() * (1 + scale.cast()).views("scale") + shift.cast()
 
 `+` and `*` commute locally; functions stand for themselves (`Op(F.silu, Var("x"))`).  `.cast()` looks through dtype
-casts, `.views()` through views of a broadcast factor, any number of each.  A matched node is either *core* (it computes something the rewrite replaces, so nothing outside may
-read it) or *side* (a cast, a view or `1 + s` in front of an input: cheap, so others may keep using it).
+casts, `.views()` through views of a broadcast factor, any number of each.  A matched node is either *core* (it computes
+something the rewrite replaces, so nothing outside may read it) or *side* (a cast, a view or `1 + s` in front of an
+input: cheap, so others may keep using it).
 
 Matching never mutates the graph.  The attempt that got furthest is kept in `Attempt.best`, so that every place that
 looks like a site and is not one can say why.
