@@ -11,7 +11,6 @@ A match is refused, with the reason, when
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -23,21 +22,23 @@ from graphopt.passes import ops_view, source
 from graphopt.passes.apply import apply
 from graphopt.passes.facts import Facts, gather
 from graphopt.passes.pattern import Attempt
+from graphopt.passes.questions import Misfit
 from graphopt.passes.record import Reject
 from graphopt.passes.rule import Match, Replacement, Rule, narrowing_tail
 
 __all__ = ["Found", "Match", "Replacement", "Rule", "apply", "find"]
 
-log = logging.getLogger(__name__)
+# the rule that asks nothing but whether something is a site of a kind
+SMALLEST = {"modulate": "norm_modulate", "gate": "gate_residual"}
 
 
 @dataclass
 class Found:
-    """What `find` saw in one graph.  `look_alikes` says why a structural match at a node is no site."""
+    """What `find` saw in one graph.  `look_alikes` says why a structural match at a node is no site of a kind."""
 
     matches: list[Match] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
-    look_alikes: dict[Node, str] = field(default_factory=dict)
+    look_alikes: dict[tuple[Node, str], str] = field(default_factory=dict)
     facts: Facts | None = None
 
 
@@ -46,9 +47,16 @@ def find(gm: fx.GraphModule, rules: Iterable[Rule], numerics: str = "fp32") -> F
 
     At one root the rules are tried in their order, so the larger fusion comes first.
     """
+    with ops_view.remembered():
+        return _find(gm, rules, numerics)
+
+
+def _find(gm: fx.GraphModule, rules: Iterable[Rule], numerics: str) -> Found:
     facts = gather(gm)
     by_root: dict[object, list[Rule]] = {}
     for rule in rules:
+        if rule.applies is not None and not rule.applies(gm.graph):
+            continue
         for name in rule.roots:
             by_root.setdefault(name, []).append(rule)
     found = Found(facts=facts)
@@ -81,7 +89,7 @@ def _attempt(
         match = Match(rule, root, kept, facts, kept.core + trailing, kept.side, numerics)
         reason = rule.candidate(match)
         if reason is not None:
-            found.look_alikes.setdefault(node, reason)
+            _remember(found, node, rule, reason)
             continue
         reason, culprit = _refuse(match, taken)
         if reason is None:
@@ -91,6 +99,14 @@ def _attempt(
             fqn = source.fqn(where) or source.fqn(node)
             failed[node] = Reject(rule.name, fqn, node.name, reason, source.where(node))
     return None
+
+
+def _remember(found: Found, node: Node, rule: Rule, reason: str) -> None:
+    """Keep one reason for each node and kind: of the smallest fusion, with its operands in their places if possible."""
+    for kind, smallest in SMALLEST.items():
+        key = (node, kind)
+        if rule.name == smallest and (key not in found.look_alikes or isinstance(found.look_alikes[key], Misfit)):
+            found.look_alikes[key] = reason
 
 
 def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | None]:

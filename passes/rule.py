@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import fx
 from torch.fx import Node
 
 from graphopt.codegen.form import OUTPUT_PARTS
@@ -55,6 +56,7 @@ class Rule:
         the place of the last node matched.
     sites: which nodes of the match end which kind of site.
     roots: the canonical ops a match can end in; taken from the pattern when not given.
+    applies: can a graph hold any match at all?  Asked once per graph, to save attempts.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Rule:
     function: Callable[..., Any] | None = None
     sites: Callable[[Match], list[tuple[str, Node]]] | None = None
     roots: tuple[Any, ...] = ()
+    applies: Callable[[fx.Graph], bool] | None = None
 
     def __post_init__(self) -> None:
         if not self.roots:
