@@ -127,8 +127,8 @@ def plan(x: Tensor, activations: dict[str, Tensor], factors: dict[str, Tensor]) 
         if not runs:
             strides |= {(name, kind): 0 for name in steps}
     strides |= {(name, "column"): c for name, c in columns.items()}
-    group_sizes, row_sizes = (tuple(math.prod(sizes[i] for i in run) for run in runs) or (1,) for runs in (groups, rows))
-    return Plan(group_sizes, row_sizes, permuted, layouts, strides, lead, len(first))
+    g, n = (tuple(math.prod(sizes[i] for i in run) for run in runs) or (1,) for runs in (groups, rows))
+    return Plan(g, n, permuted, layouts, strides, lead, len(first))
 
 
 def _dense_strides(sizes: list[Any]) -> list[Any]:

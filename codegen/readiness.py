@@ -45,7 +45,9 @@ def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: 
     for name, v in values.items():
         if v is not None and v.dtype not in KERNEL_DTYPES:
             return f"{name} is {str(v.dtype).removeprefix('torch.')}: no kernel"
-    D = int(x.shape[-1])
+    D = x.shape[-1]
+    if not isinstance(D, int):
+        return "the width is not known at compile time: no kernel"
     if not 1 <= D <= MAX_D:
         raise CodegenError(f"no kernel for D = {D}: supported are 1 to {MAX_D}", remedy="leave this site to Inductor")
     try:

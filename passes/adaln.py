@@ -12,10 +12,10 @@ from torch.fx import Node
 from graphopt import _compat
 from graphopt.codegen import operators, readiness
 from graphopt.errors import CodegenError
-from graphopt.passes import ops_view, rewrite, source
+from graphopt.passes import near_miss, ops_view, rewrite, source
 from graphopt.passes.pipeline import PassContext, nested
 from graphopt.passes.record import Kernel, PassRecord, Prediction, Site
-from graphopt.passes.rewrite import Match
+from graphopt.passes.rule import Match
 from graphopt.schedule import site_cost
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class AdaLN:
         for g in graphs:
             found = rewrite.find(g, context.rules, context.numerics)
             record.rejects += found.rejects
+            record.near_misses += near_miss.explain(g, found)
             chosen: list[Match] = []
             for match in found.matches:
                 sites, rewritten = self.decide(match, context, record)
@@ -67,7 +68,7 @@ class AdaLN:
             Site(
                 kind, match.rule.name, source.fqn(match["norm"] if kind == "modulate" else node), node.name,
                 source.where(node), _shape(node), str(ops_view.dtype_of(node)).removeprefix("torch."),
-                "rewritten" if reason is None else "declined", reason, prediction,
+                "rewritten" if reason is None else "declined", reason, prediction, _norms(match),
             )
             for kind, node in match.rule.sites(match)
         ]
@@ -90,8 +91,14 @@ class AdaLN:
             return f"its kernel does not compile for {target}: {error.what}"
 
 
+def _norms(match: Match) -> tuple[str, ...]:
+    """The modules whose norms a match covers."""
+    found = [match.get(name) for name in ("norm", "branch_norm")]
+    return tuple(source.fqn(n) for n in found if n is not None)
+
+
 def _fake(match: Match, name: str, node: Node) -> torch.Tensor | None:
-    views = match.attempt.views.get(name)
+    views = match.replacement.views.get(name) if match.replacement else None
     return ops_view.value(views[0] if views else node)
 
 
