@@ -6,6 +6,7 @@ exist and does not compile.  Compiling needs no GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,14 +24,9 @@ from graphopt.errors import CodegenError
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@cache
 def local_target() -> str:
     """The GPU of this process, such as "sm90" or "gfx942"."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    arch = getattr(properties, "gcnArchName", "")
-    if torch.version.hip and arch:
-        return arch.split(":")[0]
-    return f"sm{properties.major}{properties.minor}"
+    return kernels.local_target(torch.cuda.current_device())
 
 
 def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: str, training: bool) -> str | None:
@@ -55,7 +51,7 @@ def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: 
     except ValueError as error:
         return f"layout: {error}"
     for spec in wanted:
-        compile_for(spec, target)
+        compile_for(replace(spec, target=target), target)
     return None
 
 
