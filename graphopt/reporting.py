@@ -16,6 +16,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.errors import ConfigError, GraphoptError
+from graphopt.passes import user_rules
 from graphopt.passes.record import Kernel, NearMiss, PassRecord, Reject, Site
 
 VERSION = 1
@@ -64,7 +65,7 @@ class Why:
 
 
 def _reasons(report: Report) -> Iterator[Why]:
-    """Everything a report knows of norms and gates, one record each; a norm covered by a gate's kernel is listed too."""
+    """All a report knows of norms and gates, one record each; a norm covered by a gate's kernel is listed too."""
     for p in (p for g in report.graphs for p in g.passes):
         for s in p.sites:
             yield Why(s.fqn, s.kind, s.node, s.where, s.status, s.rule, s.reason)
@@ -120,13 +121,15 @@ class Report:
         return [k for g in self.graphs for p in g.passes for k in p.kernels]
 
     def count(self, kind: str, what: str = "matched", executed: bool = False) -> int:
-        """Number of sites of a kind ("modulate" or "gate").
+        """Number of sites of a kind: "modulate", "gate", or the name of a registered rule.
 
         what: "matched" counts rewritten and declined ones, "rewritten" and "declined" one of them.
         executed: count a graph's sites once per call of the graph instead of once.
         """
-        if kind not in ("modulate", "gate"):
-            raise ConfigError(f"unknown kind of site {kind!r}", remedy="use 'modulate' or 'gate'")
+        known = {"modulate", "gate", *(s.kind for s in self.sites), *(r.name for r in user_rules.registered())}
+        if kind not in known:
+            remedy = f"use one of {', '.join(map(repr, sorted(known)))}"
+            raise ConfigError(f"unknown kind of site {kind!r}", remedy=remedy)
         if what not in ("matched", "rewritten", "declined"):
             raise ConfigError(f"unknown count {what!r}", remedy="use 'matched', 'rewritten' or 'declined'")
         return sum(

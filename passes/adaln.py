@@ -12,11 +12,11 @@ from torch.fx import Node
 from graphopt import _compat
 from graphopt.codegen import operators, readiness
 from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
-from graphopt.errors import CodegenError
+from graphopt.errors import CodegenError, RewriteError
 from graphopt.passes import near_miss, ops_view, rewrite, source
 from graphopt.passes.pipeline import PassContext, nested
-from graphopt.passes.record import Kernel, PassRecord, Prediction, Site
-from graphopt.passes.rule import Match
+from graphopt.passes.record import Kernel, PassRecord, Prediction, Reject, Site
+from graphopt.passes.rule import Match, Rule
 from graphopt.schedule import site_cost
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,20 @@ class AdaLN:
         """See Pass."""
         graphs = nested(gm)
         record = PassRecord(self.name, sum(len(g.graph.nodes) for g in graphs))
+        warned: set[str] = set()
+
+        def on_raise(rule: Rule, node: Node, error: Exception) -> None:
+            place = source.where(node) or node.name
+            text = f"rule {rule.name!r} raised {type(error).__name__}: {error} ({place})"
+            if context.on_error == "raise":
+                raise RewriteError(text, where=place, remedy="mend the rule, or unregister it") from error
+            record.rejects.append(Reject(rule.name, source.fqn(node), node.name, text, source.where(node)))
+            if rule.name not in warned:
+                context.warn(f"{text}; its sites are left alone")
+            warned.add(rule.name)
+
         for g in graphs:
-            found = rewrite.find(g, context.rules, context.numerics)
+            found = rewrite.find(g, context.rules, context.numerics, on_raise)
             record.rejects += found.rejects
             record.near_misses += near_miss.explain(g, found)
             chosen: list[Match] = []
@@ -56,7 +68,9 @@ class AdaLN:
         """The sites of a match, rewritten or declined."""
         device = target_of(match, context)
         reason, prediction = None, None
-        if device == "reference":
+        if match.rule.function is not None:
+            pass  # what a user asked for is done
+        elif device == "reference":
             if context.select == "profitable":
                 reason = "no GPU or no Triton: the operator is plain torch, Inductor is faster (select='all' forces it)"
         else:
@@ -71,7 +85,7 @@ class AdaLN:
                 source.where(node), _shape(node), str(ops_view.dtype_of(node)).removeprefix("torch."),
                 "rewritten" if reason is None else "declined", reason, prediction, _norms(match),
             )
-            for kind, node in match.rule.sites(match)
+            for kind, node in match.rule.sites(match)  # type: ignore[misc]
         ]
         return sites, reason is None
 
@@ -108,6 +122,8 @@ def no_kernel(match: Match) -> str | None:
     if replacement is None:
         raise ValueError("a match was not accepted")
     attributes, inputs = replacement.attributes, replacement.inputs
+    if replacement.put is not None:
+        return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
     if "rms_norm" in (attributes["norm"], attributes["branch_norm"]):
         return "RMS norm: no kernel yet"
     if attributes["branch_norm"] != "none":
@@ -153,6 +169,8 @@ def operator_for(match: Match, context: PassContext) -> Any:
     """The operator overload a match is replaced by: generated kernels on a GPU, the reference elsewhere."""
     if match.replacement is None:
         raise ValueError("a match was not accepted")
+    if match.rule.function is not None:
+        return match.rule.function
     engine = "reference" if target_of(match, context) == "reference" else "triton"
     return operators.operator(match.replacement.fusion, engine)
 
@@ -183,7 +201,8 @@ def _kernels(match: Match, sites: list[Site]) -> list[Kernel]:
     if match.replacement is None:
         raise ValueError("a match was not accepted")
     operator = match.replacement.fusion
-    directions: tuple[Any, ...] = ("forward", "backward") if needs_grad(match) else ("forward",)
+    ours = match.rule.function is None  # the backward of a user's function is torch's business
+    directions: tuple[Any, ...] = ("forward", "backward") if ours and needs_grad(match) else ("forward",)
     return [Kernel(operator, match.rule.name, d, tuple(sites)) for d in reversed(directions)]
 
 
