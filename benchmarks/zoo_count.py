@@ -17,8 +17,8 @@ import torch
 from _results import ROOT, save
 
 sys.path.insert(0, str(ROOT.parent / "tests" / "models"))
-import counting  # noqa: E402
-import zoo  # noqa: E402
+import counting
+import zoo
 
 
 def main() -> None:

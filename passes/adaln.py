@@ -13,7 +13,7 @@ from graphopt import _compat
 from graphopt.codegen import operators, readiness
 from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
 from graphopt.errors import CodegenError, RewriteError
-from graphopt.passes import near_miss, ops_view, rewrite, source
+from graphopt.passes import near_miss, ops_view, rewrite, source, tables
 from graphopt.passes.pipeline import PassContext, nested
 from graphopt.passes.record import Kernel, PassRecord, Prediction, Reject, Site
 from graphopt.passes.rule import Match, Rule
@@ -58,7 +58,10 @@ class AdaLN:
                     chosen.append(match)
                     record.kernels += _kernels(match, sites)
             if chosen:
+                folds = self.fold_tables(g, chosen, context, record)
                 rewrite.apply(g, chosen, lambda m: operator_for(m, context))
+                tables.sweep(g.graph, folds)
+                g.recompile()
         record.sites.reverse()
         record.kernels.reverse()
         record.nodes_after = sum(len(g.graph.nodes) for g in graphs)
@@ -88,6 +91,19 @@ class AdaLN:
             for kind, node in match.rule.sites(match)  # type: ignore[misc]
         ]
         return sites, reason is None
+
+    def fold_tables(
+        self, g: fx.GraphModule, chosen: list[Match], context: PassContext, record: PassRecord
+    ) -> list[tables.Fold]:
+        """Take `table + embedding` into the operators that can add them (see tables.py)."""
+        folds = tables.plan(chosen)
+        before = {id(f.match): f.match.replacement for f in folds}
+        tables.apply(g.graph, folds)
+        for fold in folds:
+            match, target = fold.match, target_of(fold.match, context)
+            if target != "reference" and self.unbuilt(match, target, context, record) is not None:
+                match.replacement = before[id(match)]
+        return folds
 
     def unbuilt(self, match: Match, target: str, context: PassContext, record: PassRecord) -> str | None:
         """Why the kernels of a match cannot be used on a GPU, or None.  A kernel that fails to compile warns once."""
