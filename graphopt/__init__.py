@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
+    from graphopt.passes.catalogue import register_rule, unregister_rule
+    from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
     from graphopt.schedule.bench import shape_benchmark
     from graphopt.schedule.cost import trace_cost
@@ -30,6 +32,9 @@ _HOME = {
     "CheckFailed": "graphopt.checks",
     "Config": "graphopt.config",
     "GraphoptError": "graphopt.errors",
+    "Rule": "graphopt.passes.rule",
+    "register_rule": "graphopt.passes.catalogue",
+    "unregister_rule": "graphopt.passes.catalogue",
     "Report": "graphopt.reporting",
     "check": "graphopt.checks",
     "configure": "graphopt.config",
@@ -45,8 +50,24 @@ _HOME = {
     "trace_cost": "graphopt.schedule.cost",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
-    "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
+    "CheckFailed",
+    "Config",
+    "GraphoptError",
+    "Plan",
+    "Report",
+    "Rule",
+    "check",
+    "configure",
+    "fit_cost",
+    "fit_memory",
+    "last_report",
+    "plan_batches",
+    "register_rule",
+    "report",
+    "shape_benchmark",
+    "simulate",
+    "trace_cost",
+    "unregister_rule",
 ]
 
 

@@ -241,3 +241,10 @@ def floor_div_and_max() -> tuple[Any, Any]:
     from torch.utils._sympy.functions import FloorDiv, Max
 
     return FloorDiv, Max
+
+
+def graph_target(function: Any) -> Any:
+    """What an FX graph can call for a function: the overload of a custom operator, else the function itself."""
+    from torch.library import CustomOpDef
+
+    return function._opoverload if isinstance(function, CustomOpDef) else function

@@ -17,9 +17,10 @@ from torch import fx
 
 from graphopt import _compat, reporting
 from graphopt.config import Config, parse
-from graphopt.errors import GraphoptError, RewriteError
+from graphopt.errors import GraphoptError, RewriteError, RuleError
 from graphopt.passes import catalogue, freeing_order, pipeline
 from graphopt.passes.adaln import AdaLN
+from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.record import PassRecord
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
     try:
         record.passes += pipeline.run(twin, passes(), context)
     except Exception as error:
-        if config.on_error == "raise":
+        if config.on_error == "raise" or isinstance(error, RuleError):
             if isinstance(error, GraphoptError):
                 raise
             what = f"a pass failed: {type(error).__name__}: {error}"
@@ -85,7 +86,7 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
 
 def passes() -> list[pipeline.Pass]:
     """The passes of a graph, in order."""
-    return [AdaLN()]
+    return [Canonicalize(), AdaLN()]
 
 
 @cache

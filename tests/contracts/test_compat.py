@@ -155,3 +155,12 @@ def test_post_grad_pass_runs_on_both_graphs_and_keys_the_cache() -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
     f(x, w).backward()
     assert seen == ["ours", "theirs"] * 2
+
+
+def test_graphs_call_the_overload_of_a_custom_operator() -> None:
+    @torch.library.custom_op("graphopt_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert _compat.graph_target(twice) is torch.ops.graphopt_tests.twice.default
+    assert _compat.graph_target(torch.sin) is torch.sin
