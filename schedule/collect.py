@@ -72,7 +72,7 @@ def _tables(p: Problem, fit: CostFit, w: Window) -> tuple[pa.Table, pa.Table]:
     """A window as Arrow tables: microbatches, and one row per step."""
     size = w.size
     tokens = size * p.tokens[w.shape]
-    cost = p.fixed[w.shape] + size * p.each[w.shape]
+    cost = p.cost(w.shape, size)
     first = np.flatnonzero(np.r_[True, w.k[1:] == 0])
     count = np.diff(np.r_[first, len(w)])
     peak = None if fit.memory is None else fit.memory.bytes(p.samples.shapes, w.shape, size)
