@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
+    from graphopt.loading.accumulate import accumulate
+    from graphopt.loading.loader import PlanLoader
+    from graphopt.loading.microbatch import MicrobatchInfo
+    from graphopt.loading.sampler import PlanBatchSampler
     from graphopt.reporting import Report, last_report, report
     from graphopt.schedule.bench import shape_benchmark
     from graphopt.schedule.cost import trace_cost
@@ -36,6 +40,10 @@ _HOME = {
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
     # plan
+    "MicrobatchInfo": "graphopt.loading.microbatch",
+    "PlanBatchSampler": "graphopt.loading.sampler",
+    "PlanLoader": "graphopt.loading.loader",
+    "accumulate": "graphopt.loading.accumulate",
     "Plan": "graphopt.schedule.plan",
     "fit_cost": "graphopt.schedule.fitting",
     "fit_memory": "graphopt.schedule.fitting",
@@ -45,8 +53,9 @@ _HOME = {
     "trace_cost": "graphopt.schedule.cost",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
-    "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
+    "CheckFailed", "Config", "GraphoptError", "MicrobatchInfo", "Plan", "PlanBatchSampler", "PlanLoader", "Report",
+    "accumulate", "check", "configure", "fit_cost", "fit_memory", "last_report", "plan_batches", "report",
+    "shape_benchmark", "simulate", "trace_cost",
 ]
 
 

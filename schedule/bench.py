@@ -47,7 +47,8 @@ class Runs:
 
     Args:
         rows: one dict per shape: B, T, H, W, L, S, status ("ok", "oom", "skipped"), and for "ok": seconds (median over
-            repeats of the slowest rank), times (all repeats), spread (relative standard error of the median), bytes (peak, largest over ranks; None on CPU).
+            repeats of the slowest rank), times (all repeats), spread (standard error of the median over it), bytes
+            (peak, largest over ranks; None on CPU).
         key: settings the times hold for; a resumed file must have the same.
         complete: False where the time budget ended the sweep.
     """
@@ -315,7 +316,8 @@ def largest_batch(
     together = dist.is_available() and dist.is_initialized()
 
     def fits(b: int) -> bool:
-        return _measure(step_fn, Shape(*shape)._replace(B=b), Calls(0, 1, 1, 1.0), place, together, reset)["status"] == "ok"
+        one = Calls(0, 1, 1, 1.0)
+        return _measure(step_fn, Shape(*shape)._replace(B=b), one, place, together, reset)["status"] == "ok"
 
     low, high = 0, 1
     while high <= most and fits(high):

@@ -205,6 +205,7 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         "sp_efficiency": o["sp_efficiency"],
         "policy": o["policy"],
         "memory_bytes": o["memory_bytes"],
+        "buckets": None if o["limits"] is None else np.asarray(o["limits"], dtype=np.int64),
         "carried_in": carry.tolist(),
         "subset": o["only"] is not None,
     }

@@ -48,7 +48,7 @@ class SymbolicCost:
     saved_bytes: sympy.Expr
     traffic: sympy.Expr
     parameter_bytes: sympy.Expr
-    launches: sympy.Expr = sympy.Integer(0)
+    launches: sympy.Expr = sympy.S.Zero
     valid_for: dict[str, int] = field(default_factory=dict)
     assumed: dict[str, int] = field(default_factory=dict)
     at_one: dict[str, SymbolicCost] = field(default_factory=dict)
