@@ -77,8 +77,10 @@ def _exchange(a: Window, b: Window, step: int) -> tuple[Window, Window]:
 
 def _join(a: Window, b: Window) -> Window:
     """Both windows' microbatches in a row."""
-    columns = [np.concatenate([getattr(a, n), getattr(b, n)]) for n in ("step", "rank", "k", "shape", "flags")]
-    return Window(*columns, np.r_[a.offsets, b.offsets[1:] + a.offsets[-1]], np.concatenate([a.rows, b.rows]))
+    step, rank, k, shape, flags, rows = (
+        np.concatenate([getattr(a, n), getattr(b, n)]) for n in ("step", "rank", "k", "shape", "flags", "rows")
+    )
+    return Window(step, rank, k, shape, flags, np.r_[a.offsets, b.offsets[1:] + a.offsets[-1]], rows)
 
 
 def _take(w: Window, order: np.ndarray, step: np.ndarray) -> Window:
