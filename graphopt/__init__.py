@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
+    from graphopt.loading.accumulate import accumulate
+    from graphopt.loading.loader import PlanLoader
+    from graphopt.loading.microbatch import MicrobatchInfo
+    from graphopt.loading.sampler import PlanBatchSampler
     from graphopt.passes.catalogue import register_rule, unregister_rule
     from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
@@ -41,6 +45,10 @@ _HOME = {
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
     # plan
+    "MicrobatchInfo": "graphopt.loading.microbatch",
+    "PlanBatchSampler": "graphopt.loading.sampler",
+    "PlanLoader": "graphopt.loading.loader",
+    "accumulate": "graphopt.loading.accumulate",
     "Plan": "graphopt.schedule.plan",
     "fit_cost": "graphopt.schedule.fitting",
     "fit_memory": "graphopt.schedule.fitting",
@@ -53,9 +61,13 @@ __all__ = [
     "CheckFailed",
     "Config",
     "GraphoptError",
+    "MicrobatchInfo",
     "Plan",
+    "PlanBatchSampler",
+    "PlanLoader",
     "Report",
     "Rule",
+    "accumulate",
     "check",
     "configure",
     "fit_cost",

@@ -16,6 +16,27 @@ def test_inductor_compile_takes_options_by_keyword() -> None:
     assert list(inspect.signature(torch._inductor.compile).parameters)[:3] == ["gm", "example_inputs", "options"]
 
 
+def test_default_store_keeps_values_and_waits(tmp_path) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        store = _compat.default_store()
+        store.set("a", "1")
+        store.wait(["a"], timedelta(seconds=1))
+        assert store.get("a") == b"1"
+        assert store.check(["a"])
+        assert not store.check(["b"])
+        assert store.add("n", 1) == 1
+        assert store.add("n", 0) == 1
+        with pytest.raises((RuntimeError, dist.DistError)):
+            store.wait(["b"], timedelta(milliseconds=200))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_modes_and_options() -> None:
     assert {"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"} <= set(_compat.inductor_mode_names())
     assert _compat.inductor_mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
