@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphopt._inspect import Inspection, inspect
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
@@ -33,6 +34,8 @@ _HOME = {
     "Report": "graphopt.reporting",
     "check": "graphopt.checks",
     "configure": "graphopt.config",
+    "Inspection": "graphopt._inspect",
+    "inspect": "graphopt._inspect",
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
     # plan
@@ -45,8 +48,8 @@ _HOME = {
     "trace_cost": "graphopt.schedule.cost",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
-    "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
+    "CheckFailed", "Config", "GraphoptError", "Inspection", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
+    "inspect", "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
 ]
 
 

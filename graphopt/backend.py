@@ -45,8 +45,17 @@ def graphopt(
     return counted(compiled, record)
 
 
-def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -> fx.GraphModule:
-    """Run the passes on a copy.  When one fails, the graph goes on as it came (or the error is raised)."""
+def rewrite(
+    gm: fx.GraphModule,
+    config: Config,
+    record: reporting.GraphRecord,
+    target: str | None = None,
+    observe: Callable[[str, fx.GraphModule], None] | None = None,
+) -> fx.GraphModule:
+    """Run the passes on a copy.  When one fails, the graph goes on as it came (or the error is raised).
+
+    target: a GPU that need not be here, such as "sm90".  observe: shown the graph after each pass.
+    """
 
     def warn(message: str) -> None:
         record.notes.append(message)
@@ -57,11 +66,12 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
         select=config.select,
         numerics=config.numerics,
         on_error=config.on_error,
+        target=target,
         warn=warn,
     )
     twin = pipeline.copy(gm)
     try:
-        record.passes += pipeline.run(twin, passes(), context)
+        record.passes += pipeline.run(twin, passes(), context, observe)
     except Exception as error:
         if config.on_error == "raise":
             if isinstance(error, GraphoptError):

@@ -10,11 +10,11 @@ from torch import fx
 from torch.fx import Node
 
 from graphopt import _compat
-from graphopt.codegen import operators, readiness
+from graphopt.codegen import listing, operators, readiness
 from graphopt.errors import CodegenError
-from graphopt.passes import ops_view, rewrite, source
+from graphopt.passes import ops_view, rewrite, source, traffic
 from graphopt.passes.pipeline import PassContext, nested
-from graphopt.passes.record import Kernel, PassRecord, Prediction, Site
+from graphopt.passes.record import Kernel, PassRecord, Prediction, Site, Traffic
 from graphopt.passes.rewrite import Match
 from graphopt.schedule import site_cost
 
@@ -36,15 +36,18 @@ class AdaLN:
         for g in graphs:
             found = rewrite.find(g, context.rules, context.numerics)
             record.rejects += found.rejects
-            chosen: list[Match] = []
+            chosen: list[tuple[Match, list[Site]]] = []
             for match in found.matches:
                 sites, rewritten = self.decide(match, context, record)
                 record.sites += sites
                 if rewritten:
-                    chosen.append(match)
-                    record.kernels += _kernels(match, sites)
+                    chosen.append((match, sites))
             if chosen:
-                rewrite.apply(g, chosen, lambda m: operator_for(m, context))
+                rewrite.apply(g, [m for m, _ in chosen], lambda m: operator_for(m, context))
+                left = set(g.graph.nodes)
+                for match, sites in chosen:
+                    gone = sorted({*match.core, *match.side} - left, key=match.facts.index.__getitem__)
+                    record.kernels += _kernels(match, sites, gone, target_of(match, context))
         record.sites.reverse()
         record.kernels.reverse()
         record.nodes_after = sum(len(g.graph.nodes) for g in graphs)
@@ -78,12 +81,11 @@ class AdaLN:
         replacement = match.replacement
         if replacement is None:
             raise ValueError("a match was not accepted")
-        values = {n: None if x is None else _fake(match, n, x) for n, x in replacement.inputs.items()}
         missing = no_kernel(match)
         if missing is not None:
             return missing
         try:
-            return readiness.check(values, replacement.attributes, target, training=needs_grad(match))
+            return readiness.check(operand_values(match), replacement.attributes, target, training=needs_grad(match))
         except CodegenError as error:
             if context.on_error == "raise":
                 raise
@@ -146,21 +148,45 @@ def predict(match: Match) -> Prediction:
     value = ops_view.value(match.root)
     if value is None or match.replacement is None:
         raise ValueError("a match without a known shape")
-    rows = 1
-    for size in value.shape[:-1]:
-        rows *= _compat.size_hint(size)
-    ours, theirs = site_cost.predict(
-        match.replacement.fusion, rows, _compat.size_hint(value.shape[-1]), value.dtype.itemsize, needs_grad(match)
-    )
+    ours, theirs = site_cost.predict(match.replacement.fusion, *rows_and_width(value), needs_grad(match))
     return Prediction(ours, theirs)
 
 
-def _kernels(match: Match, sites: list[Site]) -> list[Kernel]:
+def rows_and_width(value: torch.Tensor) -> tuple[int, int, int]:
+    """(rows, D, bytes per element) of an activation; symbolic sizes count as they were traced."""
+    rows = 1
+    for size in value.shape[:-1]:
+        rows *= _compat.size_hint(size)
+    return rows, _compat.size_hint(value.shape[-1]), value.dtype.itemsize
+
+
+def _kernels(match: Match, sites: list[Site], gone: list[Node], target: str) -> list[Kernel]:
+    """The kernels of a match that was put in, backward first."""
+    replacement, value = match.replacement, ops_view.value(match.root)
+    if replacement is None or match.call is None:
+        raise ValueError("a match was not accepted")
+    if value is None:
+        raise ValueError("a match without a known shape")
+    training = needs_grad(match)
+    files: list[str] = []
+    if target != "reference":
+        specs = readiness.specs(operand_values(match), replacement.attributes, training)
+        files = [listing.kernel_file(s).name for s in specs]
+    out = []
+    for direction in ("backward", "forward") if training else ("forward",):
+        mine = tuple(f for f in files if f"_{direction}_" in f)
+        fused = site_cost.bytes_moved(replacement.fusion, direction, *rows_and_width(value))
+        bytes_ = Traffic(fused, traffic.op_by_op(match.core, direction))
+        out.append(Kernel(replacement.fusion, match.rule.name, direction, tuple(sites), match.call.name,
+                          tuple(n.name for n in gone), mine, bytes_))
+    return out
+
+
+def operand_values(match: Match) -> dict[str, torch.Tensor | None]:
+    """The (fake) operands of a match's operator by name, as the operator gets them."""
     if match.replacement is None:
         raise ValueError("a match was not accepted")
-    operator = match.replacement.fusion
-    directions: tuple[Any, ...] = ("forward", "backward") if needs_grad(match) else ("forward",)
-    return [Kernel(operator, match.rule.name, d, tuple(sites)) for d in reversed(directions)]
+    return {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
 
 
 def _shape(node: Node) -> tuple[int | str, ...]:

@@ -70,8 +70,13 @@ def check_order(passes: Sequence[Pass]) -> None:
         seen.append(p.name)
 
 
-def run(gm: fx.GraphModule, passes: Iterable[Pass], context: PassContext) -> list[PassRecord]:
-    """Run the passes on one graph, in order, timed."""
+def run(
+    gm: fx.GraphModule,
+    passes: Iterable[Pass],
+    context: PassContext,
+    observe: Callable[[str, fx.GraphModule], None] | None = None,
+) -> list[PassRecord]:
+    """Run the passes on one graph, in order, timed.  `observe` is shown the graph after each pass, by its name."""
     order = list(passes)
     check_order(order)
     records = []
@@ -80,6 +85,8 @@ def run(gm: fx.GraphModule, passes: Iterable[Pass], context: PassContext) -> lis
         record = p.run(gm, context)
         record.milliseconds = 1e3 * (time.perf_counter() - start)
         records.append(record)
+        if observe is not None:
+            observe(p.name, gm)
     return records
 
 

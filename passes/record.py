@@ -21,6 +21,14 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Predicted bytes between the GPU and its memory for one direction of a kernel: fused, and op by op as in eager."""
+
+    fused: int
+    op_by_op: int
+
+
+@dataclass(frozen=True)
 class Site:
     """One modulate or one gate.
 
@@ -53,12 +61,20 @@ class Reject:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator call in the rewritten graph and the sites it covers; one entry per direction."""
+    """One operator call in the rewritten graph and the sites it covers; one entry per direction.
+
+    `node` is the call in the rewritten graph, `replaced` the nodes of the captured graph it stands for, `sources` the
+    files of its generated kernels in the kernel cache (none for the reference operators), `traffic` its bytes.
+    """
 
     operator: str
     rule: str
     direction: Literal["forward", "backward"]
     sites: tuple[Site, ...]
+    node: str = ""
+    replaced: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    traffic: Traffic | None = None
 
 
 @dataclass

@@ -84,6 +84,7 @@ class Match:
     numerics: str = "fp32"
     replacement: Replacement | None = None
     anchor: Node | None = None
+    call: Node | None = None  # the operator call, once it is in the graph
     shared: bool = False  # the norm has readers outside, so it is computed again inside the operator
 
     def __getitem__(self, name: str) -> Node:
@@ -273,6 +274,7 @@ def _put(
             old: _laid_out(graph, new, replacement.layouts[old]) if old in replacement.layouts else new
             for old, new in parts.items()
         }
+    match.call = call
     for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
         if key in match.root.meta:
             call.meta[key] = match.root.meta[key]
