@@ -43,11 +43,12 @@ class AdaLN:
                 if rewritten:
                     chosen.append((match, sites))
             if chosen:
+                eager = [traffic.op_by_op(m.core) for m, _ in chosen]  # erased nodes have no operands left
                 rewrite.apply(g, [m for m, _ in chosen], lambda m: operator_for(m, context))
                 left = set(g.graph.nodes)
-                for match, sites in chosen:
+                for (match, sites), unfused in zip(chosen, eager):
                     gone = sorted({*match.core, *match.side} - left, key=match.facts.index.__getitem__)
-                    record.kernels += _kernels(match, sites, gone, target_of(match, context))
+                    record.kernels += _kernels(match, sites, gone, unfused, target_of(match, context))
         record.sites.reverse()
         record.kernels.reverse()
         record.nodes_after = sum(len(g.graph.nodes) for g in graphs)
@@ -160,7 +161,7 @@ def rows_and_width(value: torch.Tensor) -> tuple[int, int, int]:
     return rows, _compat.size_hint(value.shape[-1]), value.dtype.itemsize
 
 
-def _kernels(match: Match, sites: list[Site], gone: list[Node], target: str) -> list[Kernel]:
+def _kernels(match: Match, sites: list[Site], gone: list[Node], unfused: dict[str, int], target: str) -> list[Kernel]:
     """The kernels of a match that was put in, backward first."""
     replacement, value = match.replacement, ops_view.value(match.root)
     if replacement is None or match.call is None:
@@ -176,7 +177,7 @@ def _kernels(match: Match, sites: list[Site], gone: list[Node], target: str) -> 
     for direction in ("backward", "forward") if training else ("forward",):
         mine = tuple(f for f in files if f"_{direction}_" in f)
         fused = site_cost.bytes_moved(replacement.fusion, direction, *rows_and_width(value))
-        bytes_ = Traffic(fused, traffic.op_by_op(match.core, direction))
+        bytes_ = Traffic(fused, unfused[direction])
         out.append(Kernel(replacement.fusion, match.rule.name, direction, tuple(sites), match.call.name,
                           tuple(n.name for n in gone), mine, bytes_))
     return out

@@ -19,10 +19,10 @@ from graphopt import _compat
 from graphopt.passes import ops_view
 
 
-def op_by_op(core: Iterable[Node], direction: str) -> int:
-    """Bytes of one direction of the nodes of a match."""
-    cost = forward if direction == "forward" else backward
-    return sum(cost(n) for n in core if not _free(n))
+def op_by_op(core: Iterable[Node]) -> dict[str, int]:
+    """Bytes of the nodes of a match: direction -> bytes."""
+    nodes = [n for n in core if not _free(n)]
+    return {"forward": sum(map(forward, nodes)), "backward": sum(map(backward, nodes))}
 
 
 def forward(node: Node) -> int:

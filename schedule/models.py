@@ -10,7 +10,6 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from graphopt.errors import ConfigError
 from graphopt.schedule.builtin import BUILTIN, Latent, Shape

@@ -11,7 +11,6 @@ from graphopt.inspecting.nodes import Row, joined, relative, rows
 from graphopt.passes.record import Kernel, PassRecord
 
 
-
 @dataclass
 class Change:
     """Nodes that went and nodes that came; `same` are equal changes in other blocks."""
