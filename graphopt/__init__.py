@@ -48,8 +48,8 @@ _HOME = {
     "trace_cost": "graphopt.schedule.cost",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "Inspection", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
-    "inspect", "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
+    "CheckFailed", "Config", "GraphoptError", "Inspection", "Plan", "Report", "check", "configure", "fit_cost",
+    "fit_memory", "inspect", "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
 ]
 
 

@@ -116,7 +116,9 @@ class Inspection:
             data["graphs"].append(entry)
         return json.dumps(data, indent=indent)
 
-    def to_dot(self, which: str = "after", path: str | Path | None = None, index: int = 0, collapse: bool = True) -> str:
+    def to_dot(
+        self, which: str = "after", path: str | Path | None = None, index: int = 0, collapse: bool = True
+    ) -> str:
         """A graph in Graphviz's language, also written to `path`; equal blocks are drawn once (`collapse`)."""
         made = dot.dot(self.graph(which, index), f"{self.title}: {which}", collapse)
         if path is not None:

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
+from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
 from graphopt.errors import CodegenError
 from graphopt.passes import ops_view, rewrite, source, traffic
 from graphopt.passes.pipeline import PassContext, nested
@@ -101,10 +102,22 @@ def no_kernel(match: Match) -> str | None:
     replacement = match.replacement
     if replacement is None:
         raise ValueError("a match was not accepted")
-    if replacement.attributes["norm"] == "rms_norm":
+    attributes, inputs = replacement.attributes, replacement.inputs
+    if "rms_norm" in (attributes["norm"], attributes["branch_norm"]):
         return "RMS norm: no kernel yet"
-    if replacement.inputs["scale"] is not None and replacement.inputs["shift"] is None:
+    if attributes["branch_norm"] != "none":
+        return "a gate on a normed branch: no kernel yet"
+    if attributes["activation"] != "identity":
+        return f"a gate through {attributes['activation']}: no kernel yet"
+    if inputs["branch"] is not None and inputs["gate"] is None:
+        return "a residual without a gate: no kernel yet"
+    outputs = decode_outputs(attributes["outputs"])
+    if len(outputs) > 1:
+        return "one norm with several modulates: no kernel yet"
+    if outputs and "scale" in outputs[0] and "shift" not in outputs[0]:
         return "a scale without a shift: no kernel yet"
+    if any("table" in name for name in inputs if inputs[name] is not None):
+        return "a table added to a factor: no kernel yet"
     if match.shared:
         return "one norm with several readers: no kernel that computes it once yet"
     if replacement.layouts:
@@ -187,7 +200,8 @@ def operand_values(match: Match) -> dict[str, torch.Tensor | None]:
     """The (fake) operands of a match's operator by name, as the operator gets them."""
     if match.replacement is None:
         raise ValueError("a match was not accepted")
-    return {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
+    values = {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
+    return values | {n: values.get(n) for n in OUTPUT_PARTS}
 
 
 def _shape(node: Node) -> tuple[int | str, ...]:

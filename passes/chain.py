@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from graphopt.codegen.form import encode_rounding
+from graphopt.codegen.form import OPERANDS, OUTPUT_PARTS, encode_outputs, encode_rounding
 from graphopt.passes import ops_view
 from graphopt.passes.norms import InnerCasts, slices_rows
 from graphopt.passes.pattern import Const, Op, Pattern, Var
@@ -319,13 +320,19 @@ def _narrowest(node: Node, match: Match) -> torch.dtype:
     return best
 
 
-def attributes(match: Match, *, norm: str, h: Node | None, y: Node | None) -> dict[str, Any]:
-    """The attributes every operator takes, fixed at match time."""
+def attributes(
+    match: Match, *, norm: str, h: Node | None, y: Node | None, outputs: Sequence[Sequence[str]] = ()
+) -> dict[str, Any]:
+    """The attributes every operator takes, fixed at match time; `outputs` are the parts of each output."""
     some = h if h is not None else y
     return {
+        "outputs": encode_outputs(outputs),
         "norm": norm,
         "eps": epsilon(match) if norm != "none" else 0.0,
         "offset": 1.0 if match.get("gain") is not None else 0.0,
+        "branch_norm": "none",
+        "branch_eps": 0.0,
+        "activation": "identity",
         "h_dtype": ops_view.dtype_of(h if h is not None else some),
         "y_dtype": ops_view.dtype_of(y if y is not None else some),
         "rounding": rounding(match),
@@ -333,9 +340,14 @@ def attributes(match: Match, *, norm: str, h: Node | None, y: Node | None) -> di
 
 
 def operands(**given: Node | None) -> dict[str, Node | None]:
-    """The tensor operands every operator takes, absent ones as None."""
-    names = ("x", "branch", "gate", "scale", "shift", "weight", "bias")
-    unknown = set(given) - set(names)
+    """The tensor operands every operator takes, absent ones as None; then the parts of the outputs that are there."""
+    unknown = {n.split(".")[0] for n in given} - {*OPERANDS, *OUTPUT_PARTS}
     if unknown:
         raise ValueError(f"unknown operands {sorted(unknown)}")
-    return {n: given.get(n) for n in names}
+    single = {n: given.get(n) for n in OPERANDS}
+    return single | {n: t for n, t in given.items() if t is not None and n not in OPERANDS}
+
+
+def parts(match: Match) -> tuple[str, ...]:
+    """The parts of a modulate: scale, and shift if there is one."""
+    return tuple(n for n in OUTPUT_PARTS if match.get(n) is not None)

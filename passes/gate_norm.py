@@ -1,7 +1,7 @@
 """F2a: gate + residual + affine norm (Wan's norm2).
 
 before                                             after
-    h = residual + gate * branch                       h, y = gate_norm(residual, branch, gate, weight, bias)[:2]
+    h = residual + gate * branch                       h, y = gate_norm(residual, branch, gate, weight, bias)
     y = layer_norm(h, weight, bias)  (any casts)
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from graphopt.codegen.operators import H, Y
+from graphopt.codegen.form import H, Y
 from graphopt.passes import chain, norms
 from graphopt.passes.record import Kind
 from graphopt.passes.rewrite import Match, Replacement, Rule
@@ -36,7 +36,7 @@ def replace(match: Match) -> Replacement:
     """One operator call; its first two results are h and y."""
     h = chain.settle_h(match)
     inputs = chain.operands(x=match["residual"], branch=match["branch"], gate=match["gate"], **chain.affine(match))
-    attributes = chain.attributes(match, norm=chain.norm_name(match), h=h[0], y=match.root)
+    attributes = chain.attributes(match, norm=chain.norm_name(match), h=h[0], y=match.root, outputs=[()])
     results = {**dict.fromkeys(h, H), match.root: Y}
     return Replacement("gate_norm", inputs, attributes, results, chain.layouts(results))
 

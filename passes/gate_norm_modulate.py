@@ -2,7 +2,7 @@
 
 before                                             after
     h = residual + gate * branch                       h, y = gate_norm_modulate(residual, branch, gate,
-    n = layer_norm(h)                                                            scale, shift)[:2]
+    n = layer_norm(h)                                                            scale, shift
     y = n * (1 + scale) + shift      (any casts)
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from graphopt.codegen.operators import H, Y
+from graphopt.codegen.form import H, Y
 from graphopt.passes import chain, norms
 from graphopt.passes.record import Kind
 from graphopt.passes.rewrite import Match, Replacement, Rule
@@ -42,7 +42,9 @@ def replace(match: Match) -> Replacement:
         x=match["residual"], branch=match["branch"], gate=match["gate"], scale=match["scale"], shift=match.get("shift"),
         **chain.affine(match),
     )
-    attributes = chain.attributes(match, norm=chain.norm_name(match), h=h[0], y=match.root)
+    attributes = chain.attributes(
+        match, norm=chain.norm_name(match), h=h[0], y=match.root, outputs=[chain.parts(match)]
+    )
     results = {**dict.fromkeys(h, H), match.root: Y}
     return Replacement("gate_norm_modulate", inputs, attributes, results, chain.layouts(results))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from graphopt.codegen.operators import H
+from graphopt.codegen.form import H
 from graphopt.passes import chain
 from graphopt.passes.record import Kind
 from graphopt.passes.rewrite import Match, Replacement, Rule

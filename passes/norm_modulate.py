@@ -1,7 +1,7 @@
 """F1: norm + modulate.
 
 before                                             after
-    n = layer_norm(x)                                  y = norm_modulate(x, scale, shift)[1]
+    n = layer_norm(x)                                  y = norm_modulate(x, scale, shift)[Y]
     y = n * (1 + scale) + shift      (any casts)
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from graphopt.codegen.operators import Y
+from graphopt.codegen.form import Y
 from graphopt.passes import chain, norms
 from graphopt.passes.pattern import Var
 from graphopt.passes.record import Kind
@@ -36,7 +36,7 @@ def check(match: Match) -> str | None:
 def replace(match: Match) -> Replacement:
     """One operator call; its second result is y."""
     inputs = chain.operands(x=match["x"], scale=match["scale"], shift=match.get("shift"), **chain.affine(match))
-    attributes = chain.attributes(match, norm=chain.norm_name(match), h=None, y=match.root)
+    attributes = chain.attributes(match, norm=chain.norm_name(match), h=None, y=match.root, outputs=[chain.parts(match)])
     results = {match.root: Y}
     return Replacement("norm_modulate", inputs, attributes, results, chain.layouts(results))
 

@@ -25,6 +25,7 @@ from torch import fx
 from torch.fx import Node
 
 from graphopt import _compat
+from graphopt.codegen.form import OPERANDS
 from graphopt.errors import RewriteError
 from graphopt.passes import ops_view, source
 from graphopt.passes.facts import Facts, gather
@@ -267,7 +268,8 @@ def _put(
             name: None if node is None else _replay(graph, became.get(node, node), match.attempt.views.get(name, []))
             for name, node in replacement.inputs.items()
         }
-        kwargs = {**{k: v for k, v in inputs.items()}, **replacement.attributes}
+        single = {name: inputs.pop(name) for name in OPERANDS}
+        kwargs = {**single, "modulation": list(inputs.values()), **replacement.attributes}
         call = graph.create_node("call_function", operator, (), kwargs, name=replacement.fusion)
         parts = {old: graph.call_function(op.getitem, (call, i)) for old, i in replacement.results.items()}
         laid = {
