@@ -246,11 +246,32 @@ def capture_settings() -> Iterator[None]:
         fake_tensor.FakeTensorMode.__init__ = make  # type: ignore[method-assign]
 
 
-def graph_breaks(since: int = 0) -> list[tuple[str, str | None]]:
-    """(reason, file:line of the user's code) of every graph break torch has met in this process, oldest first."""
-    from torch._dynamo.utils import graph_break_reasons
+class GraphBreaks:
+    """What broke graphs, and what made torch skip whole frames, since this object was made."""
 
-    return [(_first_line(r.reason), _user_line(r.user_stack)) for r in graph_break_reasons[since:]]
+    def __init__(self) -> None:
+        from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+        self.breaks = len(graph_break_reasons)
+        self.compiles = [id(m) for m in get_compilation_metrics()]
+        self.held = get_compilation_metrics()  # keeps their ids from being used again
+
+    def found(self) -> list[tuple[str, str | None]]:
+        """(reason, file:line of the user's code), frames that were skipped last."""
+        from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+        out = [(_first_line(r.reason), _user_line(r.user_stack)) for r in graph_break_reasons[self.breaks:]]
+        for m in get_compilation_metrics():
+            if id(m) not in self.compiles and m.fail_reason:
+                file = m.fail_user_frame_filename or m.co_filename
+                place = f"{file}:{m.fail_user_frame_lineno or m.co_firstlineno}"
+                out.append((f"torch runs {m.co_name} uncompiled: {_first_line(m.fail_reason)}", place))
+        return out
+
+
+def is_disabled(model: Any) -> bool:
+    """Is a callable, or a module's forward, marked with `torch.compiler.disable`?"""
+    return bool(getattr(getattr(model, "forward", model), "_torchdynamo_disable", False))
 
 
 def break_of(gm: fx.GraphModule) -> tuple[str, str | None] | None:

@@ -104,7 +104,7 @@ def inspect(
         if dot is not None:
             files.append((dot, seen.to_dot("after")))
         if html is not None:
-            files.append((html, seen.html()))
+            files.append((html, seen.to_html()))
     for text in answers or [str(seen)]:
         typer.echo(text)
     for path, content in files:

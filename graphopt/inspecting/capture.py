@@ -103,9 +103,9 @@ def _on(
             graph.stages = {p.name: result for p in record.passes}
         return backend.counted(gm.forward if executed else stand_in(gm), record)
 
-    before = len(_compat.graph_breaks())
+    met = _compat.GraphBreaks()
     run = torch.compile(twin, backend=compile_graph)
-    with _compat.capture_settings():
+    with _compat.capture_settings(), torch.random.fork_rng(devices=[]):
         try:
             run(*args, **kwargs)
         except Exception as error:
@@ -114,10 +114,11 @@ def _on(
             raise CaptureError(f"the model cannot be captured: {explain(error)}", where=_compat.error_line(error),
                                remedy="run it eagerly with the same inputs first; the error is usually the same"
                                ) from error
-    breaks = _compat.graph_breaks(before)
+    breaks = met.found()
     live = [g for g in graphs if any(g.record is r for r in report.graphs)]
     if not live:
-        reasons = "; ".join(f"{r} ({w})" for r, w in breaks) or "torch skipped its frame"
+        why = "its forward is marked with torch.compiler.disable" if _compat.is_disabled(model) else "none was traced"
+        reasons = "; ".join(f"{r} ({w})" for r, w in breaks) or why
         raise CaptureError(f"torch captured no graph: {reasons}", where=breaks[0][1] if breaks else None,
                            remedy="move what breaks the graph out of forward; TORCH_LOGS=graph_breaks shows more")
     return Captured(live, report, breaks, device, None, executed, module_kinds(twin))

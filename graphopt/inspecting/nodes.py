@@ -58,7 +58,7 @@ class Section:
     def title(self) -> str:
         """`blocks.1..38`, or what owns the rows."""
         if not self.block:
-            return self.rows[0].fqn or "(root)"
+            return self.rows[0].fqn or ("inputs" if self.rows[0].op == "placeholder" else "(root)")
         return joined([self.block, *(s.block for s in self.same)])
 
 
@@ -78,8 +78,9 @@ def row(node: fx.Node, path: str = "") -> Row:
     """One node as a row."""
     inputs = tuple(path + n.name for n in node.all_input_nodes)
     fused = _name_of(node).startswith("graphopt.")
-    return Row(path + node.name, node.op, text(node), inputs, value_text(node.meta.get("example_value")),
-               source.fqn(node), source.where(node), fused)
+    place = "" if node.op in ("placeholder", "output") else source.fqn(node)
+    return Row(path + node.name, node.op, text(node), inputs, value_text(node.meta.get("example_value")), place,
+               source.where(node), fused)
 
 
 def text(node: fx.Node) -> str:
@@ -193,7 +194,9 @@ def sections(all_rows: Iterable[Row]) -> Iterator[Section]:
     cut: list[Section] = []
     for r in all_rows:
         block = block_of(r.fqn)
-        if cut and (cut[-1].block == block and (block or cut[-1].rows[0].fqn == r.fqn)):
+        last_row = cut[-1].rows[0] if cut else r
+        alike = (last_row.fqn, last_row.op == "placeholder") == (r.fqn, r.op == "placeholder")
+        if cut and cut[-1].block == block and (block or alike):
             cut[-1].rows.append(r)
         else:
             cut.append(Section(block, [r]))
