@@ -14,11 +14,11 @@ from torch import fx
 from graphopt import config as settings
 from graphopt.codegen.readiness import gpu_target
 from graphopt.errors import ConfigError
-from graphopt.inspecting import answer, diff, dot, nodes, text
+from graphopt.inspecting import answer, dot, nodes, page, text
 from graphopt.inspecting.capture import Captured, Graph, capture
+from graphopt.inspecting.diff import Change, changes, folded, side_by_side
 from graphopt.passes.catalogue import names as rule_names
-from graphopt.reporting import Report
-from graphopt.schedule.costmodel import write_whole
+from graphopt.reporting import Report, write
 
 VERSION = 1
 
@@ -75,12 +75,12 @@ class Inspection:
         for index, found in enumerate(self.changes(name)):
             if len(self.graphs) > 1:
                 lines.append(f"== graph {index}")
-            for change in diff.folded(found):
+            for change in folded(found):
                 lines.append(f"-- {change.heading or '(graph)'}  {change.rule}  x{1 + len(change.same)}")
-                lines += diff.side_by_side(change, width)
+                lines += side_by_side(change, width)
         return "\n".join(lines) if lines else f"{name} changed nothing"
 
-    def changes(self, name: str) -> list[list[diff.Change]]:
+    def changes(self, name: str) -> list[list[Change]]:
         """The changes of a pass or a rule, one list per graph."""
         rule = None if name in self.passes else name
         if rule is not None and rule not in rule_names():
@@ -91,7 +91,7 @@ class Inspection:
             for record in graph.record.passes:
                 after = graph.stages.get(record.name, before)
                 if rule is not None or record.name == name:
-                    found += diff.changes(before, after, record, rule)
+                    found += changes(before, after, record, rule)
                 before = after
             out.append(found)
         return out
@@ -121,6 +121,13 @@ class Inspection:
     ) -> str:
         """A graph in Graphviz's language, also written to `path`; equal blocks are drawn once (`collapse`)."""
         made = dot.dot(self.graph(which, index), f"{self.title}: {which}", collapse)
+        if path is not None:
+            write(path, made)
+        return made
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One self-contained page, also written to `path`: sites, reasons, kernels, changes per pass, graphs."""
+        made = page.render(self.report, self.title, self.target, self.captured)
         if path is not None:
             write(path, made)
         return made
@@ -165,12 +172,3 @@ def inspect(
     parsed, _ = settings.parse(None, options)
     found = capture(model, args, kwargs, device, parsed, target)
     return Inspection(found, title or type(model).__name__, target)
-
-
-def write(path: str | Path, content: str) -> None:
-    """Write a text file whole or not at all; ConfigError if it cannot be written."""
-    try:
-        write_whole(path, content.encode())
-    except OSError as error:
-        raise ConfigError(f"the file cannot be written: {error.strerror or error}", where=str(path),
-                          remedy="choose a folder that exists and can be written") from error

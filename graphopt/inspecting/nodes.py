@@ -18,6 +18,7 @@ from graphopt.passes import ops_view, source
 
 _NUMBER = re.compile(r"^(?P<list>.*?)\.?(?<![^.])(?P<index>\d+)(?=\.|$)")
 _PARAMETER = re.compile(r"_(?:parameters|buffers)_(?P<name>\w+?)_?$")
+_ROOT = re.compile(r"^l_(?:self|fn)?_*(?:dict_)?_*(?:modules_)?")
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,11 @@ class Section:
     @property
     def title(self) -> str:
         """`blocks.1..38`, or what owns the rows."""
+        if self.rows[0].op == "placeholder":
+            return "inputs and parameters"
         if not self.block:
-            return self.rows[0].fqn or ("inputs" if self.rows[0].op == "placeholder" else "(root)")
+            owners = list(dict.fromkeys(r.fqn.split(".")[0] or "(root)" for r in self.rows))
+            return ", ".join(owners[:5]) + (", .." if len(owners) > 5 else "")
         return joined([self.block, *(s.block for s in self.same)])
 
 
@@ -86,8 +90,7 @@ def row(node: fx.Node, path: str = "") -> Row:
 def text(node: fx.Node) -> str:
     """What a node computes, other nodes by number: `layer_norm(%0, (5120,), None, None, 1e-06)`."""
     if node.op == "placeholder":
-        found = _PARAMETER.search(node.name)
-        return f"parameter {found['name']}" if found else "input"
+        return f"parameter {parameter_fqn(node.name)}" if _PARAMETER.search(node.name) else "input"
     if node.op == "output":
         return "output"
     number = {n: i for i, n in enumerate(node.all_input_nodes)}
@@ -97,6 +100,12 @@ def text(node: fx.Node) -> str:
     if node.op == "get_attr":
         return f"attribute {node.target}"
     return f"{_name_of(node)}({', '.join(args)})"
+
+
+def parameter_fqn(name: str) -> str:
+    """`l_self_modules_blocks_modules_0_parameters_weight_` -> `blocks.0.weight`."""
+    inner = _ROOT.sub("", name).rstrip("_")
+    return re.sub(r"_*(?:modules|parameters|buffers)_", ".", inner).strip(".")
 
 
 def _name_of(node: fx.Node) -> str:
@@ -194,9 +203,8 @@ def sections(all_rows: Iterable[Row]) -> Iterator[Section]:
     cut: list[Section] = []
     for r in all_rows:
         block = block_of(r.fqn)
-        last_row = cut[-1].rows[0] if cut else r
-        alike = (last_row.fqn, last_row.op == "placeholder") == (r.fqn, r.op == "placeholder")
-        if cut and cut[-1].block == block and (block or alike):
+        alike = bool(cut) and (cut[-1].rows[0].op == "placeholder") == (r.op == "placeholder")
+        if cut and cut[-1].block == block and alike:
             cut[-1].rows.append(r)
         else:
             cut.append(Section(block, [r]))

@@ -36,9 +36,9 @@ def render(seen: Inspection) -> str:
     rejects = reject_groups(report.rejects)
     if rejects:
         lines += ["", f"left alone: {len(report.rejects)}"]
-    for group in rejects:
-        r = group[0]
-        lines.append(f"  {len(group):4d} {joined(g.fqn for g in group)}  rule {r.rule}")
+    for left in rejects:
+        r = left[0]
+        lines.append(f"  {len(left):4d} {joined(g.fqn for g in left)}  rule {r.rule}")
         lines.append(f"       {r.reason}" + (f"  ({short(r.where)})" if r.where else ""))
     lines += kernels(report.kernels)
     return "\n".join(lines)

@@ -99,7 +99,7 @@ def test_a_factory_of_the_user(module) -> None:
     ("their_models:god", {}, "did you mean 'good'"),
     ("their_models:number", {}, "not callable"),
     ("their_models:good", {"depth": 3}, "cannot be called"),
-    ("their_models:raises", {}, r"ValueError: no weights here[\s\S]*their_models.py:5"),
+    ("their_models:raises", {}, r"ValueError: no weights here[\s\S]*their_models.py:6"),
     ("their_models:wrong", {}, "returned Linear"),
     ("no_such_module:f", {}, "there is no module 'no_such_module'"),
     ("their_broken:f", {}, "needs 'nothing_of_that_name'"),
