@@ -16,6 +16,7 @@ from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError
 from graphopt.passes import catalogue, pipeline
 from graphopt.passes.adaln import AdaLN
+from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.record import PassRecord
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def rewrite(
 
 def passes() -> list[pipeline.Pass]:
     """The passes of a graph, in order."""
-    return [AdaLN()]
+    return [Canonicalize(), AdaLN()]
 
 
 def hand_over(

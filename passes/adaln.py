@@ -16,7 +16,7 @@ from graphopt.errors import CodegenError
 from graphopt.passes import ops_view, rewrite, source, traffic
 from graphopt.passes.pipeline import PassContext, nested
 from graphopt.passes.record import Kernel, PassRecord, Prediction, Site, Traffic
-from graphopt.passes.rewrite import Match
+from graphopt.passes.rule import Match
 from graphopt.schedule import site_cost
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,13 @@ class AdaLN:
                 if rewritten:
                     chosen.append((match, sites))
             if chosen:
-                eager = [traffic.op_by_op(m.core) for m, _ in chosen]  # erased nodes have no operands left
+                # before nodes are erased: they have no operands left then
+                bytes_ = [(traffic.fused(m), traffic.op_by_op(m.core)) for m, _ in chosen]
                 rewrite.apply(g, [m for m, _ in chosen], lambda m: operator_for(m, context))
                 left = set(g.graph.nodes)
-                for (match, sites), unfused in zip(chosen, eager):
+                for (match, sites), moved in zip(chosen, bytes_):
                     gone = sorted({*match.core, *match.side} - left, key=match.facts.index.__getitem__)
-                    record.kernels += _kernels(match, sites, gone, unfused, target_of(match, context))
+                    record.kernels += _kernels(match, sites, gone, moved, target_of(match, context))
         record.sites.reverse()
         record.kernels.reverse()
         record.nodes_after = sum(len(g.graph.nodes) for g in graphs)
@@ -118,6 +119,9 @@ def no_kernel(match: Match) -> str | None:
         return "a scale without a shift: no kernel yet"
     if any("table" in name for name in inputs if inputs[name] is not None):
         return "a table added to a factor: no kernel yet"
+    width = ops_view.value(match.root)
+    if width is None or not isinstance(width.shape[-1], int):
+        return "the width is not known at compile time: no kernel"
     if match.shared:
         return "one norm with several readers: no kernel that computes it once yet"
     if replacement.layouts:
@@ -126,7 +130,7 @@ def no_kernel(match: Match) -> str | None:
 
 
 def _fake(match: Match, name: str, node: Node) -> torch.Tensor | None:
-    views = match.attempt.views.get(name)
+    views = match.replacement.views.get(name) if match.replacement else None
     return ops_view.value(views[0] if views else node)
 
 
@@ -174,13 +178,13 @@ def rows_and_width(value: torch.Tensor) -> tuple[int, int, int]:
     return rows, _compat.size_hint(value.shape[-1]), value.dtype.itemsize
 
 
-def _kernels(match: Match, sites: list[Site], gone: list[Node], unfused: dict[str, int], target: str) -> list[Kernel]:
+def _kernels(
+    match: Match, sites: list[Site], gone: list[Node], moved: tuple[dict[str, int], dict[str, int]], target: str
+) -> list[Kernel]:
     """The kernels of a match that was put in, backward first."""
-    replacement, value = match.replacement, ops_view.value(match.root)
+    replacement = match.replacement
     if replacement is None or match.call is None:
         raise ValueError("a match was not accepted")
-    if value is None:
-        raise ValueError("a match without a known shape")
     training = needs_grad(match)
     files: list[str] = []
     if target != "reference":
@@ -189,8 +193,7 @@ def _kernels(match: Match, sites: list[Site], gone: list[Node], unfused: dict[st
     out = []
     for direction in ("backward", "forward") if training else ("forward",):
         mine = tuple(f for f in files if f"_{direction}_" in f)
-        fused = site_cost.bytes_moved(replacement.fusion, direction, *rows_and_width(value))
-        bytes_ = Traffic(fused, unfused[direction])
+        bytes_ = Traffic(moved[0][direction], moved[1][direction])
         out.append(Kernel(replacement.fusion, match.rule.name, direction, tuple(sites), match.call.name,
                           tuple(n.name for n in gone), mine, bytes_))
     return out

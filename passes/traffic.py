@@ -17,12 +17,26 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.passes import ops_view
+from graphopt.passes.rule import Match
 
 
 def op_by_op(core: Iterable[Node]) -> dict[str, int]:
     """Bytes of the nodes of a match: direction -> bytes."""
     nodes = [n for n in core if not _free(n)]
     return {"forward": sum(map(forward, nodes)), "backward": sum(map(backward, nodes))}
+
+
+def fused(match: Match) -> dict[str, int]:
+    """Bytes of the operator a match is replaced by: direction -> bytes."""
+    replacement = match.replacement
+    if replacement is None:
+        raise ValueError("a match was not accepted")
+    inputs = [n for n in replacement.inputs.values() if n is not None]
+    into, out = sum(map(size, inputs)), sum(map(size, replacement.results))
+    backward = out + 2 * into  # cotangents in, what was saved in, gradients out
+    if replacement.attributes.get("norm") == "none" and (x := replacement.inputs.get("x")) is not None:
+        backward -= 2 * size(x)  # the residual is not saved, and its gradient is the cotangent
+    return {"forward": into + out, "backward": backward}
 
 
 def forward(node: Node) -> int:

@@ -27,12 +27,8 @@ def time_us(system: str, fusion: str, direction: str, rows: int, D: int, itemsiz
     `itemsize` is the activation's bytes per element.  Modulation and statistics are too small to count.
     """
     c = coefficients()[system][f"{fusion}/{direction}"]
-    return c["launch_us"] + bytes_moved(fusion, direction, rows, D, itemsize) / (c["tb_per_s"] * 1e6)
-
-
-def bytes_moved(fusion: str, direction: str, rows: int, D: int, itemsize: int) -> int:
-    """Bytes one direction of a fused site moves between the GPU and its memory."""
-    return UNITS[fusion][0 if direction == "forward" else 1] * rows * D * itemsize
+    units = UNITS[fusion][0 if direction == "forward" else 1]
+    return c["launch_us"] + units * rows * D * itemsize / (c["tb_per_s"] * 1e6)
 
 
 def predict(fusion: str, rows: int, D: int, itemsize: int, training: bool) -> tuple[float, float]:
