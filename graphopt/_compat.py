@@ -305,3 +305,24 @@ def error_line(error: BaseException) -> str | None:
     own = str(pathlib.Path(torch.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((own, "<"))]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def real_inputs(gm: fx.GraphModule) -> list[Any] | None:
+    """The values a Dynamo graph is being compiled for, in the order of its placeholders; None if torch let them go."""
+    values = []
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        arg = node.meta.get("grapharg")
+        if arg is None:
+            return None
+        try:
+            value = arg.example
+        except AssertionError:  # the tensor is gone
+            return None
+        if isinstance(value, torch.SymInt):
+            value = size_hint(value)
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            return None
+        values.append(value)
+    return values

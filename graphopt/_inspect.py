@@ -170,5 +170,8 @@ def inspect(
         raise ConfigError(f"device is {device!r}", remedy="use 'meta' or 'cpu'")
     gpu_target(target)
     parsed, _ = settings.parse(None, options)
+    if parsed.verify:
+        raise ConfigError("inspect does not run the model, so it cannot verify", where="graphopt.verify",
+                          remedy="leave the option out here, and set it in torch.compile's options for one run")
     found = capture(model, args, kwargs, device, parsed, target)
     return Inspection(found, title or type(model).__name__, target)

@@ -68,6 +68,7 @@ def rewrite(
         numerics=config.numerics,
         on_error=config.on_error,
         target=target,
+        inputs=verifiable(gm, warn) if config.verify else None,
         warn=warn,
     )
     twin = pipeline.copy(gm)
@@ -84,6 +85,14 @@ def rewrite(
         record.passes[:] = [PassRecord("adaln", size, size)]
         return gm
     return twin
+
+
+def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | None:
+    """The real inputs of a graph, or None with a warning where torch does not hold them."""
+    inputs = _compat.real_inputs(gm)
+    if inputs is None:
+        warn("graphopt.verify: torch holds no values for the inputs of this graph, so its sites are not verified")
+    return inputs
 
 
 def passes() -> list[pipeline.Pass]:

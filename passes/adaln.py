@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch.fx import Node
 from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
 from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
-from graphopt.errors import CodegenError
-from graphopt.passes import ops_view, rewrite, source, traffic
-from graphopt.passes.pipeline import PassContext, nested
-from graphopt.passes.record import Kernel, PassRecord, Prediction, Site, Traffic
+from graphopt.errors import CodegenError, VerifyError
+from graphopt.passes import ops_view, rewrite, source, traffic, verify
+from graphopt.passes.pipeline import PassContext, copy, nested
+from graphopt.passes.record import Checked, Kernel, PassRecord, Prediction, Site, Traffic
 from graphopt.passes.rule import Match
 from graphopt.schedule import site_cost
 
@@ -32,35 +33,79 @@ class AdaLN:
 
     def run(self, gm: fx.GraphModule, context: PassContext) -> PassRecord:
         """See Pass."""
-        graphs = nested(gm)
-        record = PassRecord(self.name, sum(len(g.graph.nodes) for g in graphs))
-        for g in graphs:
+        record = PassRecord(self.name, sum(len(g.graph.nodes) for g in nested(gm)))
+        failed = {} if context.inputs is None else self.verified(gm, context, record)
+        self.rewrite(gm, context, record, failed)
+        record.sites.reverse()
+        record.kernels.reverse()
+        record.nodes_after = sum(len(g.graph.nodes) for g in nested(gm))
+        return record
+
+    def verified(self, gm: fx.GraphModule, context: PassContext, record: PassRecord) -> dict[str, str]:
+        """Rewrite copies until every operator agrees with fp64 on the real inputs; what failed, with the reason."""
+        failed: dict[str, str] = {}
+        quiet = replace(context, warn=lambda message: None)
+        while True:
+            trial, scratch = copy(gm), PassRecord(self.name, 0)
+            placed, became = self.rewrite(trial, quiet, scratch, failed)
+            found = verify.check(gm, context.inputs or [], *verify.pair(gm, trial, placed, became))
+            bad = [c for c in found if not c.ok]
+            if not bad:
+                record.verified = found
+                return failed
+            matches = {key: match for key, _, match in placed}
+            for c in bad:
+                failed[c.key] = self.refuted(matches[c.key], c, context, record)
+
+    def refuted(self, match: Match, found: Checked, context: PassContext, record: PassRecord) -> str:
+        """Raise or warn about a site that is not what it replaces; returns the reason to leave it alone."""
+        place = source.where(match.root) or match.root.name
+        what = f"{match.rule.name} at {source.fqn(match.root) or '(root)'} failed verification: {found}"
+        if context.on_error == "raise":
+            raise VerifyError(what, where=place, remedy=f"leave the rule out with GRAPHOPT_DISABLE={match.rule.name}, "
+                              "and report it")
+        context.warn(f"{what} ({place}); the site is left as it was")
+        record.dropped.append(match.root.name)
+        return f"failed verification: {found}"
+
+    def rewrite(
+        self, gm: fx.GraphModule, context: PassContext, record: PassRecord, failed: dict[str, str]
+    ) -> tuple[list[tuple[str, int, Match]], dict[Node, Node]]:
+        """Decide on every match and put the chosen ones in, the failed ones left out.
+
+        Returns (key, position of its graph, match) of each that was put in, and what stands for the nodes replaced.
+        """
+        placed: list[tuple[str, int, Match]] = []
+        became: dict[Node, Node] = {}
+        for i, g in enumerate(nested(gm)):
             found = rewrite.find(g, context.rules, context.numerics)
             record.rejects += found.rejects
             chosen: list[tuple[Match, list[Site]]] = []
             for match in found.matches:
-                sites, rewritten = self.decide(match, context, record)
+                key = f"{i}/{match.root.name}"
+                sites, rewritten = self.decide(match, context, record, failed.get(key))
                 record.sites += sites
                 if rewritten:
                     chosen.append((match, sites))
+                    placed.append((key, i, match))
             if chosen:
                 # before nodes are erased: they have no operands left then
                 bytes_ = [(traffic.fused(m), traffic.op_by_op(m.core)) for m, _ in chosen]
-                rewrite.apply(g, [m for m, _ in chosen], lambda m: operator_for(m, context))
+                became |= rewrite.apply(g, [m for m, _ in chosen], lambda m: operator_for(m, context))
                 left = set(g.graph.nodes)
                 for (match, sites), moved in zip(chosen, bytes_):
                     gone = sorted({*match.core, *match.side} - left, key=match.facts.index.__getitem__)
                     record.kernels += _kernels(match, sites, gone, moved, target_of(match, context))
-        record.sites.reverse()
-        record.kernels.reverse()
-        record.nodes_after = sum(len(g.graph.nodes) for g in graphs)
-        return record
+        return placed, became
 
-    def decide(self, match: Match, context: PassContext, record: PassRecord) -> tuple[list[Site], bool]:
-        """The sites of a match, rewritten or declined."""
-        device = target_of(match, context)
-        reason, prediction = None, None
-        if device == "reference":
+    def decide(
+        self, match: Match, context: PassContext, record: PassRecord, reason: str | None = None
+    ) -> tuple[list[Site], bool]:
+        """The sites of a match, rewritten or declined (at once where there is a `reason` to)."""
+        device, prediction = target_of(match, context), None
+        if reason is not None:
+            pass
+        elif device == "reference":
             if context.select == "profitable":
                 reason = "no GPU or no Triton: the operator is plain torch, Inductor is faster (select='all' forces it)"
         else:

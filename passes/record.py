@@ -77,6 +77,32 @@ class Kernel:
     traffic: Traffic | None = None
 
 
+@dataclass(frozen=True)
+class Checked:
+    """What `graphopt.verify` saw of one operator call: the tensor that came closest to its limit, or went over it.
+
+    Errors are relative L2 against fp64; `eager_error` is that of the ops it replaces.
+    """
+
+    key: str
+    tensor: str
+    error: float
+    eager_error: float
+    limit: float
+    failure: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Within the limit?"""
+        return self.failure is None and self.error <= self.limit
+
+    def __str__(self) -> str:
+        if self.failure:
+            return self.failure
+        return (f"{self.tensor} differs from fp64 by {self.error:.2e}, the limit is {self.limit:.2e} "
+                f"(the ops it replaces: {self.eager_error:.2e})")
+
+
 @dataclass
 class PassRecord:
     """What one pass did to one graph (graphs nested in it included)."""
@@ -89,6 +115,7 @@ class PassRecord:
     rejects: list[Reject] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    verified: list[Checked] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
