@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
+    from graphopt.passes.catalogue import register_rule, unregister_rule
+    from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
     from graphopt.schedule.bench import shape_benchmark
     from graphopt.schedule.cost import trace_cost
@@ -31,6 +33,9 @@ _HOME = {
     "CheckFailed": "graphopt.checks",
     "Config": "graphopt.config",
     "GraphoptError": "graphopt.errors",
+    "Rule": "graphopt.passes.rule",
+    "register_rule": "graphopt.passes.catalogue",
+    "unregister_rule": "graphopt.passes.catalogue",
     "Report": "graphopt.reporting",
     "check": "graphopt.checks",
     "configure": "graphopt.config",
@@ -48,8 +53,26 @@ _HOME = {
     "trace_cost": "graphopt.schedule.cost",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "Inspection", "Plan", "Report", "check", "configure", "fit_cost",
-    "fit_memory", "inspect", "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
+    "CheckFailed",
+    "Config",
+    "GraphoptError",
+    "Inspection",
+    "Plan",
+    "Report",
+    "Rule",
+    "check",
+    "configure",
+    "fit_cost",
+    "fit_memory",
+    "inspect",
+    "last_report",
+    "plan_batches",
+    "register_rule",
+    "report",
+    "shape_benchmark",
+    "simulate",
+    "trace_cost",
+    "unregister_rule",
 ]
 
 

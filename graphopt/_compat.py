@@ -326,3 +326,10 @@ def real_inputs(gm: fx.GraphModule) -> list[Any] | None:
             return None
         values.append(value)
     return values
+
+
+def graph_target(function: Any) -> Any:
+    """What an FX graph can call for a function: the overload of a custom operator, else the function itself."""
+    from torch.library import CustomOpDef
+
+    return function._opoverload if isinstance(function, CustomOpDef) else function

@@ -13,7 +13,7 @@ from torch import fx
 
 from graphopt import _compat, reporting
 from graphopt.config import Config, parse
-from graphopt.errors import GraphoptError, RewriteError
+from graphopt.errors import GraphoptError, RewriteError, RuleError
 from graphopt.passes import catalogue, pipeline
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
@@ -75,7 +75,7 @@ def rewrite(
     try:
         record.passes += pipeline.run(twin, passes(), context, observe)
     except Exception as error:
-        if config.on_error == "raise":
+        if config.on_error == "raise" or isinstance(error, RuleError):
             if isinstance(error, GraphoptError):
                 raise
             what = f"a pass failed: {type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch.fx import Node
 from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
 from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
-from graphopt.errors import CodegenError, VerifyError
-from graphopt.passes import ops_view, rewrite, source, traffic, verify
+from graphopt.errors import CodegenError, RewriteError, VerifyError
+from graphopt.passes import near_miss, ops_view, rewrite, source, traffic, verify
 from graphopt.passes.pipeline import PassContext, copy, nested
-from graphopt.passes.record import Checked, Kernel, PassRecord, Prediction, Site, Traffic
-from graphopt.passes.rule import Match
+from graphopt.passes.record import Checked, Kernel, PassRecord, Prediction, Reject, Site, Traffic
+from graphopt.passes.rule import Match, Rule
 from graphopt.schedule import site_cost
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,9 @@ class AdaLN:
         placed: list[tuple[str, int, Match]] = []
         became: dict[Node, Node] = {}
         for i, g in enumerate(nested(gm)):
-            found = rewrite.find(g, context.rules, context.numerics)
+            found = rewrite.find(g, context.rules, context.numerics, _on_raise(context, record))
             record.rejects += found.rejects
+            record.near_misses += near_miss.explain(g, found)
             chosen: list[tuple[Match, list[Site]]] = []
             for match in found.matches:
                 key = f"{i}/{match.root.name}"
@@ -95,7 +97,7 @@ class AdaLN:
                 left = set(g.graph.nodes)
                 for (match, sites), moved in zip(chosen, bytes_):
                     gone = sorted({*match.core, *match.side} - left, key=match.facts.index.__getitem__)
-                    record.kernels += _kernels(match, sites, gone, moved, target_of(match, context))
+                    record.kernels += _kernels(match, sites, gone, moved, left, target_of(match, context))
         return placed, became
 
     def decide(
@@ -103,8 +105,8 @@ class AdaLN:
     ) -> tuple[list[Site], bool]:
         """The sites of a match, rewritten or declined (at once where there is a `reason` to)."""
         device, prediction = target_of(match, context), None
-        if reason is not None:
-            pass
+        if reason is not None or match.rule.function is not None:
+            pass  # what a user asked for is done
         elif device == "reference":
             if context.select == "profitable":
                 reason = "no GPU or no Triton: the operator is plain torch, Inductor is faster (select='all' forces it)"
@@ -118,9 +120,9 @@ class AdaLN:
             Site(
                 kind, match.rule.name, source.fqn(match["norm"] if kind == "modulate" else node), node.name,
                 source.where(node), _shape(node), str(ops_view.dtype_of(node)).removeprefix("torch."),
-                "rewritten" if reason is None else "declined", reason, prediction,
+                "rewritten" if reason is None else "declined", reason, prediction, _norms(match),
             )
-            for kind, node in match.rule.sites(match)
+            for kind, node in match.rule.sites(match)  # type: ignore[misc]
         ]
         return sites, reason is None
 
@@ -143,12 +145,37 @@ class AdaLN:
             return f"its kernel does not compile for {target}: {error.what}"
 
 
+def _on_raise(context: PassContext, record: PassRecord) -> Callable[[Rule, Node, Exception], None]:
+    """What happens when a rule raises: its site is left alone with one warning a rule, or RewriteError."""
+    warned: set[str] = set()
+
+    def on_raise(rule: Rule, node: Node, error: Exception) -> None:
+        place = source.where(node) or node.name
+        text = f"rule {rule.name!r} raised {type(error).__name__}: {error} ({place})"
+        if context.on_error == "raise":
+            raise RewriteError(text, where=place, remedy="mend the rule, or unregister it") from error
+        record.rejects.append(Reject(rule.name, source.fqn(node), node.name, text, source.where(node)))
+        if rule.name not in warned:
+            context.warn(f"{text}; its sites are left alone")
+        warned.add(rule.name)
+
+    return on_raise
+
+
+def _norms(match: Match) -> tuple[str, ...]:
+    """The modules whose norms a match covers."""
+    found = [match.get(name) for name in ("norm", "branch_norm")]
+    return tuple(source.fqn(n) for n in found if n is not None)
+
+
 def no_kernel(match: Match) -> str | None:
     """What the generated kernels do not do yet; the reference operators do all of it."""
     replacement = match.replacement
     if replacement is None:
         raise ValueError("a match was not accepted")
     attributes, inputs = replacement.attributes, replacement.inputs
+    if replacement.put is not None:
+        return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
     if "rms_norm" in (attributes["norm"], attributes["branch_norm"]):
         return "RMS norm: no kernel yet"
     if attributes["branch_norm"] != "none":
@@ -194,6 +221,8 @@ def operator_for(match: Match, context: PassContext) -> Any:
     """The operator overload a match is replaced by: generated kernels on a GPU, the reference elsewhere."""
     if match.replacement is None:
         raise ValueError("a match was not accepted")
+    if match.rule.function is not None:
+        return match.rule.function
     engine = "reference" if target_of(match, context) == "reference" else "triton"
     return operators.operator(match.replacement.fusion, engine)
 
@@ -224,23 +253,26 @@ def rows_and_width(value: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _kernels(
-    match: Match, sites: list[Site], gone: list[Node], moved: tuple[dict[str, int], dict[str, int]], target: str
+    match: Match, sites: list[Site], gone: list[Node], moved: tuple[dict[str, int], dict[str, int]], left: set[Node],
+    target: str,
 ) -> list[Kernel]:
     """The kernels of a match that was put in, backward first."""
     replacement = match.replacement
     if replacement is None or match.call is None:
         raise ValueError("a match was not accepted")
-    training = needs_grad(match)
+    # the backward of a user's function is torch's business
+    training = match.rule.function is None and needs_grad(match)
     files: list[str] = []
-    if target != "reference":
+    if target != "reference" and match.rule.function is None:
         specs = readiness.specs(operand_values(match), replacement.attributes, training)
         files = [listing.kernel_file(s).name for s in specs]
+    placed = tuple(n.name for n in match.created if n in left)
     out = []
     for direction in ("backward", "forward") if training else ("forward",):
         mine = tuple(f for f in files if f"_{direction}_" in f)
         bytes_ = Traffic(moved[0][direction], moved[1][direction])
         out.append(Kernel(replacement.fusion, match.rule.name, direction, tuple(sites), match.call.name,
-                          tuple(n.name for n in gone), mine, bytes_))
+                          tuple(n.name for n in gone), placed, mine, bytes_))
     return out
 
 

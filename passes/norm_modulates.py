@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import fx
 from torch.fx import Node
 
 from graphopt.codegen.form import H, Y
@@ -25,7 +26,7 @@ from graphopt.passes import (
     questions,
     residual_norm_modulate,
 )
-from graphopt.passes.pattern import Again, Attempt, Var
+from graphopt.passes.pattern import Again, Attempt, Pattern, Var
 from graphopt.passes.record import Kind
 from graphopt.passes.rule import Match, Replacement, Rule, narrowing_tail
 
@@ -38,10 +39,20 @@ ONE = {
 }
 
 
+def applies(graph: fx.Graph) -> bool:
+    """Is there a norm that is read twice?"""
+    for node in graph.nodes:
+        name = ops_view.canonical(node)
+        ends = list(readers(node)) if name == "rsqrt" else [node] if name in ("layer_norm", "rms_norm") else []
+        if any(sum(1 for _ in readers(end)) > 1 for end in ends):
+            return True
+    return False
+
+
 def candidate(match: Match) -> str | None:
     """A modulate whose norm has others; they join the match."""
     alone = "its norm has no other modulate"
-    if sum(1 for _ in _readers(match["result"])) < 2:
+    if sum(1 for _ in readers(match["result"])) < 2:
         return alone
     reason = ONE[match.rule.name].candidate(match)
     if reason is not None:
@@ -62,7 +73,7 @@ def _others(match: Match) -> Iterator[Match]:
     x, result = match.get("x") or match["sum"], match["result"]
     inherited = {n: match.attempt.env[n] for n in ("result", "norm", "kind", "normed", "x", "sum") if match.get(n)}
     taken = set(match.core)
-    for root in _ends(result):
+    for root in ends(result):
         if root in taken:
             continue
         attempt = Attempt(dict(inherited))
@@ -78,20 +89,20 @@ def _others(match: Match) -> Iterator[Match]:
                 break
 
 
-def _readers(node: Node) -> Iterator[Node]:
+def readers(node: Node) -> Iterator[Node]:
     """What reads a value, casts looked through."""
     for user in node.users:
         if ops_view.canonical(user) == "cast":
-            yield from _readers(user)
+            yield from readers(user)
         else:
             yield user
 
 
-def _ends(result: Node) -> Iterator[Node]:
+def ends(result: Node) -> Iterator[Node]:
     """Where a modulate of a norm can end: sums of products, then products."""
-    products = [n for n in _readers(result) if ops_view.canonical(n) in ("mul", "add", "addcmul")]
+    products = [n for n in readers(result) if ops_view.canonical(n) in ("mul", "add", "addcmul")]
     for product in products:
-        yield from (n for n in _readers(product) if ops_view.canonical(n) == "add")
+        yield from (n for n in readers(product) if ops_view.canonical(n) == "add")
     yield from products
 
 
@@ -118,9 +129,12 @@ def sites(match: Match) -> list[tuple[Kind, Node]]:
     return gates + [("modulate", m.root) for m in match.joined]
 
 
-MODULATE, BOTH = frozenset({"norm_modulate"}), frozenset({"norm_modulate", "gate_residual"})
+def _rule(name: str, pattern: Pattern, families: set[str]) -> Rule:
+    return Rule(name, pattern, frozenset(families), candidate, check, replace, sites=sites, applies=applies)
+
+
 RULES = (
-    Rule("gate_norm_modulates", gate_norm_modulate.PATTERN, BOTH, candidate, check, replace, sites=sites),
-    Rule("residual_norm_modulates", residual_norm_modulate.PATTERN, MODULATE, candidate, check, replace, sites=sites),
-    Rule("norm_modulates", PATTERN, MODULATE, candidate, check, replace, sites=sites),
+    _rule("gate_norm_modulates", gate_norm_modulate.PATTERN, {"norm_modulate", "gate_residual"}),
+    _rule("residual_norm_modulates", residual_norm_modulate.PATTERN, {"norm_modulate"}),
+    _rule("norm_modulates", PATTERN, {"norm_modulate"}),
 )

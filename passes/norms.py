@@ -25,6 +25,10 @@ class WrittenOut(Pattern):
     def __init__(self, inner: Pattern, prefix: str) -> None:
         self.inner, self.prefix = inner, prefix
 
+    def roots(self) -> list[Any]:
+        """See Pattern."""
+        return ["mul", "div"]
+
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
         if not isinstance(x, Node) or ops_view.canonical(x) not in ("mul", "div"):
@@ -186,7 +190,8 @@ class Slices(Pattern):
 
     def roots(self) -> list[Any]:
         """See Pattern."""
-        return [*self.inner.roots(), "index"]
+        inner = self.inner.roots()
+        return [*inner, "index"] if inner else []
 
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""

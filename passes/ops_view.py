@@ -12,7 +12,8 @@ A Dynamo graph calls `torch.add`, `operator.add`, `Tensor.add` or `aten.add.Tens
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,8 +91,31 @@ def value(node: object) -> torch.Tensor | None:
     return v if isinstance(v, torch.Tensor) else None
 
 
+_known: dict[Node, str] | None = None
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Names asked for inside are kept: the graph must not change meanwhile."""
+    global _known
+    outer, _known = _known, {} if _known is None else _known
+    try:
+        yield
+    finally:
+        _known = outer
+
+
 def canonical(node: Node) -> str:
     """The name of what a node computes; "" for anything `SPELLINGS` does not list."""
+    if _known is None:
+        return _canonical(node)
+    name = _known.get(node)
+    if name is None:
+        name = _known[node] = _canonical(node)
+    return name
+
+
+def _canonical(node: Node) -> str:
     if node.op == "call_function":
         name = FUNCTION_NAMES.get(node.target, "")  # type: ignore[arg-type]
     elif node.op == "call_method":

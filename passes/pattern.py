@@ -81,6 +81,11 @@ class Pattern:
         """The canonical names (or functions) a match can end in; an empty list for anything at all."""
         return []
 
+    def variables(self) -> list[str]:
+        """The names of the inputs it captures, in order."""
+        inside = [getattr(self, "inner", None), *getattr(self, "inputs", ()), *getattr(self, "options", ())]
+        return list(dict.fromkeys(n for p in inside if isinstance(p, Pattern) for n in p.variables()))
+
     def cast(self) -> Pattern:
         """The same, behind any number of dtype casts."""
         return Casts(self)
@@ -130,6 +135,10 @@ class Var(Pattern):
 
     def __init__(self, name: str, where: Callable[[Node, Attempt], str | None] | None = None) -> None:
         self.name, self.where = name, where
+
+    def variables(self) -> list[str]:
+        """See Pattern."""
+        return [self.name]
 
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
@@ -276,7 +285,8 @@ class Casts(Pattern):
 
     def roots(self) -> list[Any]:
         """See Pattern."""
-        return [*self.inner.roots(), "cast"]
+        inner = self.inner.roots()
+        return [*inner, "cast"] if inner else []
 
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
@@ -323,17 +333,31 @@ class Either(Pattern):
     """The first alternative that fits, then the others."""
 
     def __init__(self, *options: Pattern) -> None:
-        self.options = options
-        self.is_input = all(p.is_input for p in options)
+        self.options = [o for p in options for o in (p.options if isinstance(p, Either) else [p])]
+        self.is_input = all(p.is_input for p in self.options)
+        # by canonical name: what an alternative can end in (None: anything), so that most are not even tried
+        self.ends = [frozenset(p.roots()) or None for p in self.options]
 
     def roots(self) -> list[Any]:
         """See Pattern."""
-        return [root for option in self.options for root in option.roots()]
+        ends = [p.roots() for p in self.options]
+        return [root for each in ends for root in each] if all(ends) else []
 
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
-        for option in self.options:
-            yield from option.match(x, attempt)
+        name = (ops_view.canonical(x) or x.target) if isinstance(x, Node) else None
+        tried = False
+        for option, ends in zip(self.options, self.ends):
+            if ends is None or name in ends:
+                tried = True
+                yield from option.match(x, attempt)
+        if not tried:
+            attempt.fail(x, lambda: f"expected {self.expected()}, found {describe(x)}")
+
+    def expected(self) -> str:
+        """What it can be, in words."""
+        names = dict.fromkeys(r for p in self.options for r in p.roots() if r != "cast")
+        return " or ".join(n if isinstance(n, str) else getattr(n, "__name__", str(n)) for n in names)
 
 
 def _all(patterns: tuple[Pattern, ...], xs: tuple[Any, ...], attempt: Attempt) -> Iterator[None]:

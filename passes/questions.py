@@ -8,10 +8,15 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from graphopt.passes import ops_view
+from graphopt.passes import ops_view, source
 from graphopt.passes.call import memory_order
 from graphopt.passes.norms import slices_rows
 from graphopt.passes.rule import Match
+
+
+class Misfit(str):
+    """A reason that comes of operands in the wrong places: another order of them may give a better one."""
+
 
 # -- is it a site? ----------------------------------------------------------------------------------------------------
 
@@ -25,7 +30,7 @@ def no_gate(match: Match) -> str | None:
     facts, full = match.facts, ops_view.value(total)
     for name, node in (("residual", residual), ("branch", branch)):
         if not ops_view.same_shape(ops_view.value(node), full):
-            return f"the {name} {node.name} has not the shape of the sum"
+            return Misfit(f"the {name} {node.name} has not the shape of the sum")
     reason = no_factor(match, "gate", full)
     if reason is not None:
         return reason
@@ -69,7 +74,7 @@ def no_modulate(match: Match, x: Node) -> str | None:
     for name in ("norm_weight", "norm_bias"):
         weight = match.get(name)
         if weight is not None and not match.facts.static[weight]:
-            return f"{weight.name} is no parameter, so it is no weight of the norm"
+            return f"{source.named(weight)} is no parameter, so it is no weight of the norm"
     full, shift = seen(match, x), match.get("shift")
     reason = no_factor(match, "scale", full) or (depends_on(match, "scale", x))
     if reason is not None:
@@ -85,10 +90,10 @@ def no_factor(match: Match, name: str, full: torch.Tensor | None) -> str | None:
     """Why an operand is no factor: channel-wide, broadcastable, and not made of parameters alone."""
     node, v = match[name], seen_factor(match, name)
     if match.facts.static[node]:
-        return f"{node.name} is made of parameters alone: a layer scale, not a {name}"
+        return f"{source.named(node)} is made of parameters alone: a layer scale, not a {name}"
     if not ops_view.broadcasts_to(v, full):
         size = "?" if v is None else list(v.shape)
-        return f"{node.name} {size} is not channel-wide or does not broadcast"
+        return Misfit(f"{node.name} {size} is not channel-wide or does not broadcast")
     return None
 
 

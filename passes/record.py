@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["modulate", "gate"]
+# of a rule that a user registered, the kind is the rule's name
+Kind = Literal["modulate", "gate"] | str
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Site:
     """One modulate or one gate.
 
     `fqn` is the owning module, `node` the last node of the chain in the graph as captured, `where` the user's source
-    line, `shape` the activation's (sizes that are symbolic as text), `reason` why it was declined.
+    line, `shape` the activation's (sizes that are symbolic as text), `reason` why it was declined, `norms` the modules
+    whose norms it covers.
     """
 
     kind: Kind
@@ -46,6 +48,7 @@ class Site:
     status: Literal["rewritten", "declined"]
     reason: str | None = None
     predicted: Prediction | None = None
+    norms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,26 @@ class Reject:
 
 
 @dataclass(frozen=True)
+class NearMiss:
+    """A norm that is not modulated, or a sum with a product in it that is no gate, with the reason.
+
+    kind: the site it would be.  Most are no failure: a norm in front of attention has no scale to take in.
+    """
+
+    kind: Kind
+    fqn: str
+    node: str
+    reason: str
+    where: str | None
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One operator call in the rewritten graph and the sites it covers; one entry per direction.
 
-    `node` is the call in the rewritten graph, `replaced` the nodes of the captured graph it stands for, `sources` the
-    files of its generated kernels in the kernel cache (none for the reference operators), `traffic` its bytes.
+    `node` is the call in the rewritten graph, `replaced` the nodes of the graph before that are gone for it, `placed`
+    the ones that came, `sources` the files of its generated kernels in the kernel cache (none for the reference
+    operators), `traffic` its bytes.
     """
 
     operator: str
@@ -73,6 +91,7 @@ class Kernel:
     sites: tuple[Site, ...]
     node: str = ""
     replaced: tuple[str, ...] = ()
+    placed: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     traffic: Traffic | None = None
 
@@ -113,6 +132,7 @@ class PassRecord:
     milliseconds: float = 0.0
     sites: list[Site] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     verified: list[Checked] = field(default_factory=list)

@@ -43,16 +43,13 @@ def changes(before: fx.GraphModule, after: fx.GraphModule, record: PassRecord, r
     came = {r.name: r for r in new if r.name not in old_names}
     out: list[Change] = []
     for kernel in _forward(record):
-        call = _named(came, kernel.node)
-        if call is None:
-            continue
         left = [r for n in kernel.replaced if (r := _named(gone, n)) is not None]
-        right = [call, *(r for r in came.values() if call.name in r.inputs)]
+        right = [r for n in kernel.placed if (r := _named(came, n)) is not None]
         for r in left:
             gone.pop(r.name, None)
         for r in right:
             came.pop(r.name, None)
-        place = kernel.sites[-1].fqn if kernel.sites else call.fqn
+        place = kernel.sites[-1].fqn
         out.append(Change(place, kernel.rule, left, right))
     if rule is None and (gone or came):
         out.append(Change("", "around them", list(gone.values()), list(came.values())))

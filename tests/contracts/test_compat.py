@@ -135,3 +135,12 @@ def test_aot_autograd_hands_over_the_joint_graph() -> None:
     f = torch.compile(lambda x: x.sin().cos(), backend=_compat.aot_autograd(keep, keep, partition))
     f(torch.randn(3, requires_grad=True)).sum().backward()
     assert len(joints) == 1
+
+
+def test_graphs_call_the_overload_of_a_custom_operator() -> None:
+    @torch.library.custom_op("graphopt_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert _compat.graph_target(twice) is torch.ops.graphopt_tests.twice.default
+    assert _compat.graph_target(torch.sin) is torch.sin
