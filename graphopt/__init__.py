@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphopt._inspect import Inspection, inspect
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
@@ -42,6 +43,8 @@ _HOME = {
     "Report": "graphopt.reporting",
     "check": "graphopt.checks",
     "configure": "graphopt.config",
+    "Inspection": "graphopt._inspect",
+    "inspect": "graphopt._inspect",
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
     # plan
@@ -61,6 +64,7 @@ __all__ = [
     "CheckFailed",
     "Config",
     "GraphoptError",
+    "Inspection",
     "MicrobatchInfo",
     "Plan",
     "PlanBatchSampler",
@@ -72,6 +76,7 @@ __all__ = [
     "configure",
     "fit_cost",
     "fit_memory",
+    "inspect",
     "last_report",
     "plan_batches",
     "register_rule",
