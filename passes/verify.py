@@ -202,13 +202,13 @@ def _compare(p: Placed, env: dict[Node, Any], stands_for: dict[Node, Node]) -> C
     for (name, mine), theirs, true in zip(ours.items(), eager.values(), exact.values()):
         if mine is None or theirs is None or true is None:
             continue
-        error, reference = relative(mine, true), relative(theirs, true)
+        off, reference = relative(mine, true), relative(theirs, true)
         if not math.isfinite(reference):
             continue  # the model itself overflows here: nothing to compare with
         limit = max(RATIO * reference, least)
-        if not error <= limit or error / limit >= worst.error / worst.limit:
-            worst = Checked(p.key, name, error, reference, limit)
-        if not error <= limit:
+        if not off <= limit or off / limit >= worst.error / worst.limit:
+            worst = Checked(p.key, name, off, reference, limit)
+        if not off <= limit:
             break
     return worst if worst.tensor else Checked(p.key, "", 0.0, 0.0, 0.0)
 
