@@ -12,9 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphopt._inspect import Inspection, inspect
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
+    from graphopt.loading.accumulate import accumulate
+    from graphopt.loading.loader import PlanLoader
+    from graphopt.loading.microbatch import MicrobatchInfo
+    from graphopt.loading.sampler import PlanBatchSampler
     from graphopt.passes.catalogue import register_rule, unregister_rule
     from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
@@ -38,9 +43,15 @@ _HOME = {
     "Report": "graphopt.reporting",
     "check": "graphopt.checks",
     "configure": "graphopt.config",
+    "Inspection": "graphopt._inspect",
+    "inspect": "graphopt._inspect",
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
     # plan
+    "MicrobatchInfo": "graphopt.loading.microbatch",
+    "PlanBatchSampler": "graphopt.loading.sampler",
+    "PlanLoader": "graphopt.loading.loader",
+    "accumulate": "graphopt.loading.accumulate",
     "Plan": "graphopt.schedule.plan",
     "fit_cost": "graphopt.schedule.fitting",
     "fit_memory": "graphopt.schedule.fitting",
@@ -53,13 +64,19 @@ __all__ = [
     "CheckFailed",
     "Config",
     "GraphoptError",
+    "Inspection",
+    "MicrobatchInfo",
     "Plan",
+    "PlanBatchSampler",
+    "PlanLoader",
     "Report",
     "Rule",
+    "accumulate",
     "check",
     "configure",
     "fit_cost",
     "fit_memory",
+    "inspect",
     "last_report",
     "plan_batches",
     "register_rule",

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -18,6 +19,7 @@ from graphopt import _compat
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.passes import user_rules
 from graphopt.passes.record import Kernel, NearMiss, PassRecord, Reject, Site
+from graphopt.schedule.costmodel import write_whole
 
 VERSION = 1
 
@@ -163,6 +165,13 @@ class Report:
         """The whole report as JSON: version, then graphs in the order they were compiled."""
         return json.dumps({"version": VERSION, "graphs": [asdict(g) for g in self.graphs]}, indent=indent)
 
+    def to_html(self, path: str | Path, title: str = "graphopt report") -> Path:
+        """Write the report as one self-contained page.  (`graphopt.inspect(..).to_html` also shows the graphs.)"""
+        from graphopt.inspecting import page
+
+        write(path, page.render(self, title))
+        return Path(path)
+
     def summary(self) -> str:
         """One line."""
         parts = [f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}"]
@@ -256,6 +265,15 @@ def last_report() -> Report:
     if _last is None:
         raise GraphoptError("nothing has been compiled by graphopt in this process", remedy="run the model once first")
     return _last
+
+
+def write(path: str | Path, content: str) -> None:
+    """Write a text file whole or not at all; ConfigError if it cannot be written."""
+    try:
+        write_whole(path, content.encode())
+    except OSError as error:
+        raise ConfigError(f"the file cannot be written: {error.strerror or error}", where=str(path),
+                          remedy="choose a folder that exists and can be written") from error
 
 
 def describe(compiled: Any) -> str:

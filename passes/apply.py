@@ -17,8 +17,8 @@ from graphopt.passes import ops_view
 from graphopt.passes.rule import Match, Replacement
 
 
-def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match], Any]) -> None:
-    """Put the replacements in and take the replaced nodes out.
+def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match], Any]) -> dict[Node, Node]:
+    """Put the replacements in and take the replaced nodes out; returns what stands for each replaced result.
 
     Raises RewriteError when the graph would not be what it was: another dtype or shape, or a node still in use.
     """
@@ -28,6 +28,7 @@ def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match
         _put(gm.graph, match, operator_of(match), became, owned)
     gm.graph.lint()
     gm.recompile()
+    return became
 
 
 def _put(
@@ -59,6 +60,8 @@ def _put(
         for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
             if key in match.root.meta:
                 last.meta.setdefault(key, match.root.meta[key])
+    match.created = created
+    match.call = next((n for n in created if n.target in (operator, _compat.graph_target(operator))), None)
     for old, new in laid.items():
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)

@@ -96,6 +96,8 @@ class Match:
     numerics: str = "fp32"
     replacement: Replacement | None = None
     anchor: Node | None = None
+    call: Node | None = None  # the operator call, once it is in the graph, and all nodes that came with it
+    created: list[Node] = field(default_factory=list)
     shared: bool = False  # the norm has readers outside, so it is computed again inside the operator
     joined: list[Match] = field(default_factory=list)
 

@@ -71,16 +71,11 @@ def apply(graph: fx.Graph, folds: list[Fold]) -> None:
 
 def sweep(graph: fx.Graph, folds: list[Fold]) -> None:
     """Take out the sums and pieces that nothing reads any more."""
-    dead = {n: None for f in folds for n in (*f.path, f.total)}
-    todo = list(dead)
-    while todo:
-        left = [n for n in todo if n.users]
-        for node in todo:
-            if not node.users:
-                graph.erase_node(node)
-        if len(left) == len(todo):
-            break
-        todo = left
+    alive = {n: i for i, n in enumerate(graph.nodes)}
+    dead = {n for f in folds for n in (*f.path, f.total) if n in alive}
+    for node in sorted(dead, key=alive.__getitem__, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _ordered(replacement: Replacement, inputs: dict[str, Node | None]) -> Replacement:
