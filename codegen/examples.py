@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def example(
         activation="tanh" if branch_normed else "identity", h_dtype=DTYPES[dtype], y_dtype=DTYPES[dtype],
         rounding=rounding,
     )
-    return [replace(s, target=target) for s in readiness.specs(values, attributes, training=True)]
+    return readiness.specs(values, attributes, True, target)
 
 
 def units(specs: list[KernelSpec]) -> list[Unit]:

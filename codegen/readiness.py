@@ -47,15 +47,17 @@ def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: 
     if not 1 <= D <= MAX_D:
         raise CodegenError(f"no kernel for D = {D}: supported are 1 to {MAX_D}", remedy="leave this site to Inductor")
     try:
-        wanted = specs(values, attributes, training)
+        wanted = specs(values, attributes, training, target)
     except ValueError as error:
         return f"layout: {error}"
     for spec in wanted:
-        compile_for(replace(spec, target=target), target)
+        compile_for(spec, target)
     return None
 
 
-def specs(values: dict[str, Tensor | None], attributes: dict[str, Any], training: bool) -> list[KernelSpec]:
+def specs(
+    values: dict[str, Tensor | None], attributes: dict[str, Any], training: bool, target: str = "sm90"
+) -> list[KernelSpec]:
     """The kernels a site launches: the forward, and the backward with all gradients arriving, contiguous."""
     x = values["x"]
     if x is None:
@@ -85,7 +87,7 @@ def specs(values: dict[str, Tensor | None], attributes: dict[str, Any], training
             modulation=modulation, **kept, x_dtype=x_dtype,
         )[0]
         out += kernels.backward_parts(backward)
-    return out
+    return [replace(spec, target=target) for spec in out]
 
 
 @cache

@@ -199,7 +199,7 @@ def backward(
     dx = h.new_empty(0)
     if norm != "none":  # without a norm the residual's gradient is dh itself
         dx = total.to(x_dtype).contiguous()
-        dx = dx.clone() if dx is dh else dx
+        dx = dx.clone() if dh is not None and dx is dh else dx
     given = {"branch": branch, "gate": gate, "gate_table": gate_table, "branch_weight": branch_weight,
              "branch_bias": branch_bias, "weight": weight, "bias": bias}
     return [dx, *(_present(grads.get(name), t, h) for name, t in given.items()), *dmodulation]

@@ -33,6 +33,7 @@ class Hardware:
         bandwidth: bytes/s of a device copy, read and written.
         memory: bytes of device memory.
         fused_traffic: share of the unfused bytes that a compiler's fusions leave.
+        launch_s: host seconds per traced op, eager and compiled: what a step of tiny shapes lasts.
         origin: "measured" or "data sheet", with the place.
     """
 
@@ -42,6 +43,7 @@ class Hardware:
     bandwidth: float
     memory: float
     fused_traffic: float
+    launch_s: dict[str, float]
     origin: str
 
 
@@ -58,6 +60,7 @@ def analytic_fit(
     gpu: Hardware,
     *,
     remat: str = "full",
+    compiled: bool = True,
     data_parallel: int = 1,
     fixed_s: float = 0.0,
     step_overhead_s: float = 0.0,
@@ -67,6 +70,7 @@ def analytic_fit(
     Args:
         model: traced cost in B, T, H, W (token grid) and L.
         remat: "full" (each layer's forward runs twice, only layer boundaries are kept) or "none".
+        compiled: Inductor (or graphopt) fuses elementwise work; eager moves every byte and launches every op.
         data_parallel: ranks that share the optimizer state (12 bytes per parameter over this many; bf16 weights and
             gradients whole on each rank, as FSDP2 keeps them between microbatches).
         fixed_s, step_overhead_s: seconds per microbatch and per step beside the model's work.
@@ -84,7 +88,10 @@ def analytic_fit(
     attention = total.attention_flops + (again.attention_flops * forward_attention if again else 0)
     flops = total.flops + (again.flops_forward if again else 0)
     # A third of the traffic is the forward's.
-    traffic = (total.traffic + (again.traffic / 3 if again else 0)) * sympy.Float(gpu.fused_traffic)
+    traffic = total.traffic + (again.traffic / 3 if again else 0)
+    if compiled:
+        traffic = traffic * sympy.Float(gpu.fused_traffic)
+    launches = float(total.launches + (again.launches / 3 if again else 0))
     terms = [sympy.expand(flops - attention), sympy.expand(attention), sympy.expand(traffic)]
     coefficients = {
         "a": fixed_s,
@@ -93,12 +100,13 @@ def analytic_fit(
         "theta_2": 1 / gpu.bandwidth,
     }
     memory = _memory(model, remat, data_parallel)
-    key = {"model": model.name, "gpu": gpu.name, "gpu_figures": gpu.origin, "remat": remat}
+    key = {"model": model.name, "gpu": gpu.name, "gpu_figures": gpu.origin, "remat": remat, "compiled": compiled}
     draft = CostFit(
         "symbolic",
         coefficients,
         [str(t) for t in terms],
         source="symbolic",
+        floor_s=launches * gpu.launch_s["compiled" if compiled else "eager"],
         memory=memory,
         key=key,
         step_overhead_s=step_overhead_s,

@@ -164,12 +164,13 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         raise PlanInfeasible("there are no samples to plan", where=samples.where, remedy="the epoch is finished")
     each = each / (sp * o["sp_efficiency"])
     target = None if m_comp is None else buckets.compute_target(shapes.tokens, m_comp * sp, fit.p)
-    costliest = float((fixed + each)[np.unique(samples.shape_id[order])].max())
+    costliest = max(fit.floor_s, float((fixed + each)[np.unique(samples.shape_id[order])].max()))
     problem = Problem(
         samples,
         order,
         fixed,
         each,
+        fit.floor_s,
         cap,
         target if o["policy"] == "step_balanced" else None,
         allowed,
@@ -204,6 +205,7 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         "sp_efficiency": o["sp_efficiency"],
         "policy": o["policy"],
         "memory_bytes": o["memory_bytes"],
+        "buckets": None if o["limits"] is None else np.asarray(o["limits"], dtype=np.int64),
         "carried_in": carry.tolist(),
         "subset": o["only"] is not None,
     }

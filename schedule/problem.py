@@ -22,6 +22,7 @@ class Problem:
         rows: int64 [n], the rows to plan, in seeded random order.
         fixed: float64 [shapes], seconds a microbatch costs whatever its size.
         each: float64 [shapes], seconds per sample.
+        floor: seconds no microbatch undercuts.
         cap: int64 [shapes], largest B that memory allows; 0 = not even one sample fits.
         target: int64 [shapes], largest B under the compute target (0: one sample exceeds it), or None.
         allowed: ascending batch sizes a microbatch may have, or None for any.
@@ -37,6 +38,7 @@ class Problem:
     rows: np.ndarray
     fixed: np.ndarray
     each: np.ndarray
+    floor: float
     cap: np.ndarray
     target: np.ndarray | None
     allowed: tuple[int, ...] | None
@@ -58,6 +60,10 @@ class Problem:
     def atom(self) -> int:
         """Samples that always stay together: the smallest allowed B."""
         return self.allowed[0] if self.allowed else 1
+
+    def cost(self, shape: np.ndarray, size: np.ndarray) -> np.ndarray:
+        """Predicted seconds of microbatches of `size` samples, float64 [microbatches]."""
+        return np.maximum(self.floor, self.fixed[shape] + size * self.each[shape])
 
     def limit(self) -> np.ndarray:
         """Largest B per shape by memory and compute target together, int64 [shapes]."""
