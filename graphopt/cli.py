@@ -13,8 +13,8 @@ app = typer.Typer(
 
 
 _plan_cli.mount(app)
-app.add_typer(_kernels_cli.app, name="kernels")
 app.command()(_inspect_cli.inspect)
+app.add_typer(_kernels_cli.app, name="kernels")
 
 
 @app.command()

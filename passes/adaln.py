@@ -114,7 +114,8 @@ class AdaLN:
             if context.select == "profitable":
                 reason = "no GPU or no Triton: the operator is plain torch, Inductor is faster (select='all' forces it)"
         else:
-            reason = self.unbuilt(match, device, context, record)
+            reason = better_left(match) if context.select == "profitable" else None
+            reason = reason or self.unbuilt(match, device, context, record)
             if reason is None:
                 prediction = predict(match)
                 if context.select == "profitable" and prediction.graphopt_us > prediction.inductor_us:
@@ -152,9 +153,6 @@ class AdaLN:
         replacement = match.replacement
         if replacement is None:
             raise ValueError("a match was not accepted")
-        missing = no_kernel(match)
-        if missing is not None:
-            return missing
         try:
             return readiness.check(operand_values(match), replacement.attributes, target, training=needs_grad(match))
         except CodegenError as error:
@@ -189,10 +187,14 @@ def _norms(match: Match) -> tuple[str, ...]:
     return tuple(source.fqn(n) for n in found if n is not None)
 
 
-def no_kernel(match: Match) -> str | None:
-    """What is not worth a kernel whatever its shapes are."""
+def better_left(match: Match) -> str | None:
+    """Why a site that has kernels is still faster left to Inductor, where the cost model does not know it."""
     if match.replacement is not None and match.replacement.put is not None:
         return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
+    if match.shared:
+        return "one norm with several readers: a kernel would compute it again"
+    if match.replacement is not None and match.replacement.layouts:
+        return "layout: the result is transposed in memory; kernels write rows, the compiler writes it in place"
     return None
 
 
