@@ -19,6 +19,8 @@ NIGHTLY = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly"]
 PARTS = {
     "graphopt": [*NIGHTLY, "tests/graphopt"],
     "schedule": [*NIGHTLY, "tests/schedule"],
+    "codegen": [*NIGHTLY, "tests/codegen"],
+    "kernels": ["env", "TRITON_INTERPRET=1", *NIGHTLY, "tests/codegen/test_kernels.py"],
     "match": [sys.executable, "benchmarks/match.py"],
 }
 
