@@ -49,11 +49,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: Triple, wind
     tile = tile or spec.query_tile(window, grid)
     y = torch.empty_like(q)
     lse = torch.empty((B, heads, N), dtype=torch.float32, device=q.device)
+    reach = torch.empty((B * heads, spec.tiles(grid, tile), 8), dtype=torch.int32, device=q.device)
+    run_reach(offsets, reach, grid, tile, window, heads, 0, B * heads)
     fused(window, s.padded_dim != D, True).forward[(spec.tiles(grid, tile), B * heads)](
-        q, k, v, offsets, y, lse, *grid, *tile, heads, heads // k.shape[1], heads // offsets.shape[1], 0,
+        q, k, v, offsets, reach, y, lse, *grid, *tile, heads, heads // k.shape[1], heads // offsets.shape[1], 0,
         *strides(q), *strides(k), *strides(v)[:2], *strides(offsets), *strides(y), scale * LOG2E,
         *window, D, s.padded_dim, q.dtype == torch.float16, num_warps=4, num_stages=stages)
     return y, lse
+
+
+def run_reach(offsets: Tensor, reach: Tensor, grid: Triple, tile: Triple, window: Triple, heads: int, first: int,
+              count: int) -> None:
+    """What each tile of queries reads, [count, tiles, 8] int32."""
+    from graphopt.codegen.dsa import lattice
+
+    lattice.tile_reach[(spec.tiles(grid, tile), count)](
+        offsets, reach, *grid, *tile, heads, heads // offsets.shape[1], first, *strides(offsets), *window, ROWS,
+        num_warps=2)
 
 
 class Backward:
@@ -84,8 +96,7 @@ class Backward:
         self.bases = new(self.chunk, self.N)
         self.tile = spec.query_tile(window, grid)
         self.key_tile = spec.KEY_TILE
-        self.reach_tile = (2, 4, 8)
-        self.reach = new(self.chunk, spec.tiles(grid, self.reach_tile), 8)
+        self.reach = new(self.chunk, spec.tiles(grid, self.tile), 8)
         self.boxes = new(self.chunk, spec.tiles(grid, self.key_tile), 8)
 
     def row_sums(self, dlse: Tensor | None) -> None:
@@ -98,8 +109,9 @@ class Backward:
     def run_taps(self, first: int, count: int, tile: Triple | None = None, stages: int = 2) -> None:
         """Probabilities and score gradients of all taps, and the gradient of the offsets."""
         tile = tile or self.tile
+        run_reach(self.offsets, self.reach, self.grid, tile, self.window, self.heads, first, count)
         self.module.taps[(spec.tiles(self.grid, tile), count)](
-            self.q, self.k, self.v, self.dy, self.offsets, self.lse, self.delta, self.taps,
+            self.q, self.k, self.v, self.dy, self.offsets, self.reach, self.lse, self.delta, self.taps,
             self.delta if self.doffsets is None else self.doffsets, *self.grid, *tile, self.heads, self.share,
             self.group, first, *strides(self.q), *strides(self.k), *strides(self.v)[:2], *strides(self.offsets),
             *strides(self.dy), self.scale * LOG2E, self.scale, self.spec.pitch, *self.window, *self.dims, self.half,
@@ -111,8 +123,8 @@ class Backward:
             self.taps, self.offsets, self.words, self.bases, *self.grid, self.heads, self.group, first,
             self.spec.pitch, *strides(self.offsets), queries, self.half, num_warps=warps)
 
-    def run_spread(self, first: int, count: int, tile: Triple = spec.SPREAD_TILE, rows: int = ROWS, columns: int = 64,
-                   along: int = 16, warps: int = 4, stages: int = 2) -> None:
+    def run_spread(self, first: int, count: int, tile: Triple = spec.SPREAD_TILE, rows: int = ROWS, columns: int = 32,
+                   along: int = 16, warps: int = 4, stages: int = 3) -> None:
         """dq."""
         self.lattice.spread[(spec.tiles(self.grid, tile), count)](
             self.words, self.k, self.offsets, self.dq, *self.grid, *tile, self.heads, self.share, self.group, first,
@@ -121,15 +133,12 @@ class Backward:
 
     def run_boxes(self, first: int, count: int) -> None:
         """For each tile of keys the box of queries that touch it."""
-        reach, keys = spec.tiles(self.grid, self.reach_tile), spec.tiles(self.grid, self.key_tile)
-        self.lattice.tile_reach[(reach, count)](
-            self.offsets, self.reach, *self.grid, *self.reach_tile, self.heads, self.group, first,
-            *strides(self.offsets), *self.window, 64, num_warps=2)
+        reach, keys = spec.tiles(self.grid, self.tile), spec.tiles(self.grid, self.key_tile)
         self.lattice.query_boxes[(keys, count)](
-            self.offsets, self.reach, self.boxes, *self.grid, *self.reach_tile, *self.key_tile, reach, self.heads,
-            self.group, first, *strides(self.offsets), *self.window, 512, num_warps=4)
+            self.offsets, self.bases, self.reach, self.boxes, *self.grid, *self.tile, *self.key_tile, reach, self.heads,
+            self.group, first, *strides(self.offsets), *self.window, 512, self.wide, num_warps=4)
 
-    def run_gather(self, first: int, count: int, columns: int = 32, along: int = 16, stages: int = 2,
+    def run_gather(self, first: int, count: int, columns: int = 32, along: int = 16, stages: int = 3,
                    warps: int = 4, rows: int = ROWS) -> None:
         """dk and dv."""
         self.lattice.gather[(spec.tiles(self.grid, self.key_tile), count // self.share)](

@@ -81,7 +81,7 @@ def row_sums(DY, Y, DLSE, DELTA, N, heads, first, dy_b, dy_h, dy_n, y_b, y_h, y_
 @triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "group", "first"])
 def tile_reach(OFFSETS, REACH, T, H, W, BT, BH, BW, heads, group, first, o_b, o_g, o_n,  # noqa: ANN001, ANN201, D103
                KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, M: tl.constexpr):
-    # first and last lattice point of each tile of queries: REACH [heads, tiles, 8]
+    # first lattice point (t, h, w) and last one of each tile of queries: REACH [heads, tiles, 8]
     local = tl.program_id(1)
     batch = ((first + local) // heads).to(tl.int64)
     head = (((first + local) % heads) // group).to(tl.int64)
@@ -100,9 +100,9 @@ def tile_reach(OFFSETS, REACH, T, H, W, BT, BH, BW, heads, group, first, o_b, o_
 
 
 @triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "CT", "CH", "CW", "tiles", "heads", "group", "first"])
-def query_boxes(OFFSETS, REACH, BOXES, T, H, W, BT, BH, BW, CT, CH, CW, tiles,  # noqa: ANN001, ANN201, D103
+def query_boxes(OFFSETS, BASES, REACH, BOXES, T, H, W, BT, BH, BW, CT, CH, CW, tiles,  # noqa: ANN001, ANN201, D103
                 heads, group, first, o_b, o_g, o_n, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-                BLOCK: tl.constexpr):
+                BLOCK: tl.constexpr, WIDE: tl.constexpr):
     # for the tile of CT x CH x CW keys: first the tiles of queries that can touch it, then the queries in their hull
     pid = tl.program_id(0)
     local = tl.program_id(1)
@@ -157,16 +157,26 @@ def query_boxes(OFFSETS, REACH, BOXES, T, H, W, BT, BH, BW, CT, CH, CW, tiles,  
     h1 = t1
     w1 = t1
     offset = OFFSETS + batch * o_b + head * o_g
+    bases = BASES + local.to(tl.int64) * (T * H * W)
     for start in range(0, inside, BLOCK):
         c = start + tl.arange(0, BLOCK)
         ok = c < inside
-        t = tl.minimum(ct + c // (RH * RW), T - 1)
-        h = tl.minimum(ch + (c // RW) % RH, H - 1)
-        w = tl.minimum(cw + c % RW, W - 1)
-        o = offset + ((t * H + h) * W + w).to(tl.int64) * o_n
-        bt, _ft = axis_start(t, tl.load(o), T, KT)
-        bh, _fh = axis_start(h, tl.load(o + 1), H, KH)
-        bw, _fw = axis_start(w, tl.load(o + 2), W, KW)
+        line, w = split_rows(c, RW)
+        t, h = split_rows(line, RH)
+        t = tl.minimum(ct + t, T - 1)
+        h = tl.minimum(ch + h, H - 1)
+        w = tl.minimum(cw + w, W - 1)
+        row = (t * H + h) * W + w
+        if WIDE:
+            o = offset + row.to(tl.int64) * o_n
+            bt, _ft = axis_start(t, tl.load(o), T, KT)
+            bh, _fh = axis_start(h, tl.load(o + 1), H, KH)
+            bw, _fw = axis_start(w, tl.load(o + 2), W, KW)
+        else:
+            base = tl.load(bases + row)
+            bt = base >> 20
+            bh = (base >> 10) & 1023
+            bw = base & 1023
         ok &= (bt <= lt) & (bh <= lh) & (bw <= lw) & (bt + KT >= kt) & (bh + KH >= kh) & (bw + KW >= kw)
         t0 = tl.minimum(t0, tl.where(ok, t, FAR))
         h0 = tl.minimum(h0, tl.where(ok, h, FAR))

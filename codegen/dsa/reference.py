@@ -243,7 +243,7 @@ def backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
         scatter_tokens(dv, tokens, A[..., None] * dd[..., None, :])
         scatter_tokens(dk, tokens, Bw[..., None] * qq[..., None, :])
     kv = k.shape[1]
-    dk, dv = (x.view(B, kv, heads // kv, N, D).sum(2).to(k.dtype) for x in (dk, dv))
+    dk, dv = (torch.empty_like(t).copy_(x.view(B, kv, heads // kv, N, D).sum(2)) for x, t in ((dk, k), (dv, v)))
     g = offsets.shape[1]
-    doffsets = each.view(B, g, heads // g, *offsets.shape[2:]).sum(2).to(offsets.dtype)
+    doffsets = torch.empty_like(offsets).copy_(each.view(B, g, heads // g, *offsets.shape[2:]).sum(2))
     return dq, dk, dv, doffsets
