@@ -21,7 +21,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: tuple[A
         raise ConfigError(what, where=where, remedy=remedy)
 
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        refuse("q, k and v must be [B, heads, N, D]", "move the heads before the tokens: x.unflatten(-1, (heads, D)).transpose(1, 2)")
+        refuse("q, k and v must be [B, heads, N, D]",
+               "move the heads before the tokens: x.unflatten(-1, (heads, D)).transpose(1, 2)")
     if q.dtype != k.dtype or q.dtype != v.dtype:
         refuse(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", "cast them to one dtype")
     if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
@@ -33,8 +34,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: tuple[A
     tokens = grid[0] * grid[1] * grid[2] + text + padding
     if text < 0 or padding < 0 or tokens != q.shape[2]:
         refuse(
-            f"T * H * W + text + padding = {grid[0]} * {grid[1]} * {grid[2]} + {text} + {padding} = {tokens}, but q has "
-            f"{q.shape[2]} tokens", "pass the grid after patching, and how many text and padding tokens the sequence holds")
+            f"T * H * W + text + padding = {grid[0]} * {grid[1]} * {grid[2]} + {text} + {padding} = {tokens}, but q "
+            f"has {q.shape[2]} tokens",
+            "pass the grid after patching, and how many text and padding tokens the sequence holds")
     if k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
         refuse(f"k has {k.shape[2]} and v {v.shape[2]} tokens, q {q.shape[2]}",
                "video attention is self-attention; leave cross-attention as it is")
@@ -44,13 +46,15 @@ def check(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: tuple[A
     if q.shape[3] != k.shape[3] or q.shape[3] != v.shape[3]:
         refuse(f"head dimensions differ: {q.shape[3]}, {k.shape[3]}, {v.shape[3]}", "use one head dimension")
     if boundary not in BOUNDARIES:
-        refuse(f"unknown boundary {boundary!r}", 'use "inside" (the window moves inside the grid) or "border" (taps clamp)')
+        refuse(f"unknown boundary {boundary!r}",
+               'use "inside" (the window moves inside the grid) or "border" (taps clamp)')
     if offsets is None:
         return
     if offsets.dim() not in (4, 5) or offsets.shape[-1] != 3:
         refuse(f"offsets {list(offsets.shape)} must be [B, groups, T*H*W, 3], or [B, groups, T*H*W, taps, 3] per tap",
                "one vector (t, h, w) in token units per token and head or group of heads")
-    if offsets.shape[0] != q.shape[0] or q.shape[1] % offsets.shape[1] or offsets.shape[2] != grid[0] * grid[1] * grid[2]:
+    video = grid[0] * grid[1] * grid[2]
+    if offsets.shape[0] != q.shape[0] or q.shape[1] % offsets.shape[1] or offsets.shape[2] != video:
         refuse(f"offsets {list(offsets.shape)} do not fit q {list(q.shape)}: groups must divide heads, tokens be T*H*W",
                "offsets belong to video tokens only, without text and padding")
     if offsets.dim() == 5:

@@ -16,7 +16,7 @@ NATIVE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
 @triton.jit
-def axis_start(position, offset, n, K: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def axis_start(position, offset, n, K: tl.constexpr):
     hi = tl.maximum(n - K, 0)
     offset = tl.where(offset == offset, offset, 0.0)  # NaN counts as no offset
     inside = tl.minimum(tl.maximum(position - K // 2, 0), hi).to(tl.float32)
@@ -26,7 +26,7 @@ def axis_start(position, offset, n, K: tl.constexpr):  # noqa: ANN001, ANN201, D
 
 
 @triton.jit
-def offset_moves(position, offset, n, K: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def offset_moves(position, offset, n, K: tl.constexpr):
     # does the start follow the offset, or is it clamped (then its gradient is zero)?
     hi = tl.maximum(n - K, 0)
     start = tl.minimum(tl.maximum(position - K // 2, 0), hi).to(tl.float32) + offset
@@ -34,7 +34,7 @@ def offset_moves(position, offset, n, K: tl.constexpr):  # noqa: ANN001, ANN201,
 
 
 @triton.jit
-def tile_position(pid, T, H, W, BT, BH, BW, M: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def tile_position(pid, T, H, W, BT, BH, BW, M: tl.constexpr):
     # M rows of which BT * BH * BW are a box of queries; the rest repeat its last query and are not stored
     nh = tl.cdiv(H, BH)
     nw = tl.cdiv(W, BW)
@@ -52,7 +52,7 @@ def tile_position(pid, T, H, W, BT, BH, BW, M: tl.constexpr):  # noqa: ANN001, A
 
 
 @triton.jit
-def step_chunk(i, height, reciprocal):  # noqa: ANN001, ANN201, D103
+def step_chunk(i, height, reciprocal):
     # i // height; the reciprocal is rounded down, so the quotient is right or one too small
     i = height - height + i  # a loop counter is a plain int under the interpreter
     chunk = tl.umulhi(i.to(tl.uint32), reciprocal).to(tl.int32)
@@ -60,7 +60,7 @@ def step_chunk(i, height, reciprocal):  # noqa: ANN001, ANN201, D103
 
 
 @triton.jit
-def pack_pair(low, high, HALF: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def pack_pair(low, high, HALF: tl.constexpr):
     # two fp32 values rounded to 16 bits in one 32-bit word; HALF: fp16, else bf16
     if NATIVE:
         if HALF:
@@ -75,7 +75,7 @@ def pack_pair(low, high, HALF: tl.constexpr):  # noqa: ANN001, ANN201, D103
 
 
 @triton.jit
-def pack_pair_portable(low, high, HALF: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def pack_pair_portable(low, high, HALF: tl.constexpr):
     if HALF:
         a = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         b = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
@@ -86,7 +86,7 @@ def pack_pair_portable(low, high, HALF: tl.constexpr):  # noqa: ANN001, ANN201, 
 
 
 @triton.jit
-def unpack_pair(word, HALF: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def unpack_pair(word, HALF: tl.constexpr):
     # the two 16-bit values of a word
     low = (word & 0xFFFF).to(tl.int16)
     high = (word >> 16).to(tl.int16)
@@ -97,7 +97,7 @@ def unpack_pair(word, HALF: tl.constexpr):  # noqa: ANN001, ANN201, D103
 
 
 @triton.jit
-def store_in_place(pointer, word, mask):  # noqa: ANN001, ANN201, D103
+def store_in_place(pointer, word, mask):
     # tl.store would first convert the fragment through shared memory, with a barrier each time
     if NATIVE:
         tl.inline_asm_elementwise(

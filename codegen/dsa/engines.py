@@ -64,8 +64,8 @@ def choose(head_dim: int, dtype: torch.dtype, device: str, target: str | None, g
     if any(k > m for k, m in zip(cut, spec.MAX_WINDOW)):
         return Choice("reference", f"the window {cut} is over {spec.MAX_WINDOW}")
     if target == "sm90":
-        return Choice("fused", "offsets on Hopper: interpolation in registers")
-    return Choice("fused", f"offsets on {target}")
+        return Choice("fused", "on Hopper the interpolation stays in registers")
+    return Choice("reference", f"no kernels for {target} yet")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: Triple, window: Triple,

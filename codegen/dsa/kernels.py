@@ -79,7 +79,8 @@ class Backward:
 
         self.cdiv, self.lattice = triton.cdiv, lattice
         B, self.heads, self.N, D = q.shape
-        self.dy, self.q, self.k, self.v, self.offsets, self.y, self.lse = dy, q, k, same_token_stride(v, k), offsets, y, lse
+        self.dy, self.q, self.k, self.v = dy, q, k, same_token_stride(v, k)
+        self.offsets, self.y, self.lse = offsets, y, lse
         self.grid, self.window, self.scale = grid, window, scale
         self.spec = Spec(window, D, q.dtype)
         self.half, self.dims = q.dtype == torch.float16, (D, self.spec.padded_dim)

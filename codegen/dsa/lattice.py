@@ -19,7 +19,7 @@ from graphopt.codegen.dsa.device import axis_start, tile_position, unpack_pair
 
 
 @triton.jit
-def split_rows(r, RH):  # noqa: ANN001, ANN201, D103
+def split_rows(r, RH):
     # row r of a box -> (t, h); multiply-high instead of division, which costs 20 instructions an element.
     # The factor is rounded down, so a quotient is right or one too small
     u = r.to(tl.uint32)
@@ -29,7 +29,7 @@ def split_rows(r, RH):  # noqa: ANN001, ANN201, D103
 
 
 @triton.jit
-def load_rows(X, row, stride, D: tl.constexpr, DP: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def load_rows(X, row, stride, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)[None, :]
     if D == DP:
         return tl.load(X + row.to(tl.int64)[:, None] * stride + d)
@@ -38,13 +38,13 @@ def load_rows(X, row, stride, D: tl.constexpr, DP: tl.constexpr):  # noqa: ANN00
 
 
 @triton.jit
-def near(difference):  # noqa: ANN001, ANN201, D103
+def near(difference):
     # a difference of coordinates as a 10-bit field with its guard bit free: what is far stays far
     return tl.minimum(tl.maximum(difference, -128), 383)
 
 
 @triton.jit
-def touches_wide(t, h, w, bt, bh, bw, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def touches_wide(t, h, w, bt, bh, bw, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):
     # the same for axes of any length
     ok = (t >= bt) & (t <= bt + KT)
     ok &= (h >= bh) & (h <= bh + KH)
@@ -52,7 +52,7 @@ def touches_wide(t, h, w, bt, bh, bw, KT: tl.constexpr, KH: tl.constexpr, KW: tl
 
 
 @triton.jit
-def touches(difference, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):  # noqa: ANN001, ANN201, D103
+def touches(difference, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):
     # 0 <= d_a <= K_a on all three packed axes
     guards: tl.constexpr = (512 << 20) | (512 << 10) | 512
     window: tl.constexpr = (KT << 20) + (KH << 10) + KW
@@ -60,7 +60,7 @@ def touches(difference, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):  
 
 
 @triton.jit(do_not_specialize=["N", "heads", "first"])
-def row_sums(DY, Y, DLSE, DELTA, N, heads, first, dy_b, dy_h, dy_n, y_b, y_h, y_n,  # noqa: ANN001, ANN201, D103
+def row_sums(DY, Y, DLSE, DELTA, N, heads, first, dy_b, dy_h, dy_n, y_b, y_h, y_n,
              D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, HAS_DLSE: tl.constexpr):
     at = first + tl.program_id(1)
     batch = (at // heads).to(tl.int64)
@@ -79,13 +79,13 @@ def row_sums(DY, Y, DLSE, DELTA, N, heads, first, dy_b, dy_h, dy_n, y_b, y_h, y_
 
 
 @triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "group", "first"])
-def tile_reach(OFFSETS, REACH, T, H, W, BT, BH, BW, heads, group, first, o_b, o_g, o_n,  # noqa: ANN001, ANN201, D103
+def tile_reach(OFFSETS, REACH, T, H, W, BT, BH, BW, heads, group, first, o_b, o_g, o_n,
                KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, M: tl.constexpr):
     # first lattice point (t, h, w) and last one of each tile of queries: REACH [heads, tiles, 8]
     local = tl.program_id(1)
     batch = ((first + local) // heads).to(tl.int64)
     head = (((first + local) % heads) // group).to(tl.int64)
-    pt, ph, pw, real = tile_position(tl.program_id(0), T, H, W, BT, BH, BW, M)
+    pt, ph, pw, _real = tile_position(tl.program_id(0), T, H, W, BT, BH, BW, M)
     offset = OFFSETS + batch * o_b + head * o_g + ((pt * H + ph) * W + pw).to(tl.int64) * o_n
     bt, _ft = axis_start(pt, tl.load(offset), T, KT)
     bh, _fh = axis_start(ph, tl.load(offset + 1), H, KH)
@@ -100,7 +100,7 @@ def tile_reach(OFFSETS, REACH, T, H, W, BT, BH, BW, heads, group, first, o_b, o_
 
 
 @triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "CT", "CH", "CW", "tiles", "heads", "group", "first"])
-def query_boxes(OFFSETS, BASES, REACH, BOXES, T, H, W, BT, BH, BW, CT, CH, CW, tiles,  # noqa: ANN001, ANN201, D103
+def query_boxes(OFFSETS, BASES, REACH, BOXES, T, H, W, BT, BH, BW, CT, CH, CW, tiles,
                 heads, group, first, o_b, o_g, o_n, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
                 BLOCK: tl.constexpr, WIDE: tl.constexpr):
     # for the tile of CT x CH x CW keys: first the tiles of queries that can touch it, then the queries in their hull
@@ -196,10 +196,10 @@ def query_boxes(OFFSETS, BASES, REACH, BOXES, T, H, W, BT, BH, BW, CT, CH, CW, t
 
 
 @triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "first"])
-def spread(WORDS, X, OFFSETS, OUT, T, H, W, BT, BH, BW, heads, share, group, first,  # noqa: ANN001, ANN201, D103
+def spread(WORDS, X, OFFSETS, OUT, T, H, W, BT, BH, BW, heads, share, group, first,
            x_b, x_h, x_n, o_b, o_g, o_n, y_b, y_h, y_n, scale, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-           D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ALONG: tl.constexpr, HALF: tl.constexpr,
-           HIGH: tl.constexpr, WIDE: tl.constexpr):
+           D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ALONG: tl.constexpr,
+           HALF: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
     # per tile of queries: OUT = scale * sum over lattice points of a weight (HIGH: B, else A) times X
     pid = tl.program_id(0)
     local = tl.program_id(1)
@@ -251,7 +251,7 @@ def spread(WORDS, X, OFFSETS, OUT, T, H, W, BT, BH, BW, heads, share, group, fir
 
 
 @triton.jit(do_not_specialize=["T", "H", "W", "CT", "CH", "CW", "heads", "group", "first"])
-def gather(WORDS, BASES, Q, DY, OFFSETS, BOXES, DK, DV, T, H, W, CT, CH, CW, heads, group, first,  # noqa: ANN001, ANN201, D103
+def gather(WORDS, BASES, Q, DY, OFFSETS, BOXES, DK, DV, T, H, W, CT, CH, CW, heads, group, first,
            q_b, q_h, q_n, dy_b, dy_h, dy_n, o_b, o_g, o_n, k_b, k_h, k_n, v_b, v_h, v_n,
            SHARE: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, D: tl.constexpr,
            DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ALONG: tl.constexpr, HALF: tl.constexpr,

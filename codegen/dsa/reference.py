@@ -10,9 +10,9 @@ scores S of (kt + 1)(kh + 1)(kw + 1) lattice points only; logits = lerp S, weigh
 Derivatives at integer offsets are right-hand ones, at the far border inward.  NaN counts as 0, an infinite offset goes
 to the border; where the start is clamped the offset's gradient is 0.
 
-Tap mode, one offset per query, group and tap: coordinate = clamp(window start + j + offset_j, 0, n - 1) per tap, with the
-window start moved inside (boundary "inside") or not (boundary "border", as in the paper).  Shift mode with "border" is
-tap mode with equal offsets.
+Tap mode, one offset per query, group and tap: coordinate = clamp(window start + j + offset_j, 0, n - 1) per tap, with
+the window start moved inside (boundary "inside") or not (boundary "border", as in the paper).  Shift mode with "border"
+is tap mode with equal offsets.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
             p = ((S * corner).sum(-1) * scale - norm).exp()
             ds = p * ((P * corner).sum(-1) - delta[..., None])
             A, Bw = (p[..., None] * corner).flatten(3), (ds[..., None] * corner).flatten(3) * scale
-            slope = ds[..., None] * (S[..., None] * slopes).sum(-2) * scale + p[..., None] * (P[..., None] * slopes).sum(-2)
-            slope = slope * moves
+            slope = ds[..., None] * (S[..., None] * slopes).sum(-2) * scale
+            slope = (slope + p[..., None] * (P[..., None] * slopes).sum(-2)) * moves
             each[:, :, part] = slope if offsets.dim() == 5 else slope.sum(-2)
         dq[:, :, part] = (Bw[..., None, :] @ keys)[..., 0, :].to(dq.dtype)
         scatter_tokens(dv, tokens, A[..., None] * dd[..., None, :])

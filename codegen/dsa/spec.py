@@ -85,7 +85,7 @@ def tiles(grid: Triple, tile: Triple) -> int:
 
 
 def head_chunk(spec: Spec, tokens: int, heads: int, share: int) -> int:
-    """Query heads a backward works on at once, so that its scratch stays within SCRATCH_BYTES; a multiple of `share`."""
+    """Query heads a backward works on at once, a multiple of `share`: its scratch stays within SCRATCH_BYTES."""
     groups = heads // share
     fit = max(1, SCRATCH_BYTES // (4 * spec.words * tokens * share))
     loops = -(-groups // min(fit, groups))

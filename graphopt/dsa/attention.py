@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from graphopt.codegen.dsa import checks, engines, operators, text as text_keys
+from graphopt.codegen.dsa import checks, engines, operators
+from graphopt.codegen.dsa import text as text_keys
 
 Grid = tuple[int, int, int]
 
@@ -22,8 +23,8 @@ def video_attention(
 
     A video token at position p of the grid attends to the kt * kh * kw taps of a window that starts, per axis, at
     clamp(clamp(p - k // 2, 0, n - k) + offset, 0, n - k); keys and values between tokens are interpolated linearly.
-    Zero offsets give a sliding window with the rule of NATTEN's na3d; a window as large as the grid gives full attention
-    whatever the offsets.
+    Zero offsets give a sliding window with the rule of NATTEN's na3d; a window as large as the grid gives full
+    attention whatever the offsets.
 
     Args:
         q: [B, heads, N, D], any strides; bf16 or fp16 (kernels), fp32 or fp64 (plain torch).
@@ -92,4 +93,5 @@ def explain(q: Tensor, offsets: Tensor | None = None, *, grid: Grid, window: Gri
 def _choice(q: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, boundary: str) -> engines.Choice:
     kind: Any = "none" if offsets is None else "tap" if offsets.dim() == 5 else (
         "whole" if checks.integer_offsets(offsets) else "shift")
-    return engines.choose(q.shape[-1], q.dtype, q.device.type, engines.target_of(q.device), grid, window, kind, boundary)
+    target = engines.target_of(q.device)
+    return engines.choose(q.shape[-1], q.dtype, q.device.type, target, grid, window, kind, boundary)
