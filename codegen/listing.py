@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 
 from graphopt.codegen import emit, store
-from graphopt.codegen.spec import KernelSpec, configure
+from graphopt.codegen.configure import configure
+from graphopt.codegen.spec import KernelSpec
 
 _files: dict[str, Path] = {}
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
-from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
+from graphopt.codegen.form import OUTPUT_PARTS
 from graphopt.errors import CodegenError, RewriteError, VerifyError
 from graphopt.passes import near_miss, ops_view, rewrite, source, tables, traffic, verify
 from graphopt.passes.pipeline import PassContext, copy, nested
@@ -115,7 +115,8 @@ class AdaLN:
             if context.select == "profitable":
                 reason = "no GPU or no Triton: the operator is plain torch, Inductor is faster (select='all' forces it)"
         else:
-            reason = self.unbuilt(match, device, context, record)
+            reason = better_left(match) if context.select == "profitable" else None
+            reason = reason or self.unbuilt(match, device, context, record)
             if reason is None:
                 prediction = predict(match)
                 if context.select == "profitable" and prediction.graphopt_us > prediction.inductor_us:
@@ -153,9 +154,6 @@ class AdaLN:
         replacement = match.replacement
         if replacement is None:
             raise ValueError("a match was not accepted")
-        missing = no_kernel(match)
-        if missing is not None:
-            return missing
         try:
             return readiness.check(operand_values(match), replacement.attributes, target, training=needs_grad(match))
         except CodegenError as error:
@@ -190,36 +188,14 @@ def _norms(match: Match) -> tuple[str, ...]:
     return tuple(source.fqn(n) for n in found if n is not None)
 
 
-def no_kernel(match: Match) -> str | None:
-    """What the generated kernels do not do yet; the reference operators do all of it."""
-    replacement = match.replacement
-    if replacement is None:
-        raise ValueError("a match was not accepted")
-    attributes, inputs = replacement.attributes, replacement.inputs
-    if replacement.put is not None:
+def better_left(match: Match) -> str | None:
+    """Why a site that has kernels is still faster left to Inductor, where the cost model does not know it."""
+    if match.replacement is not None and match.replacement.put is not None:
         return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
-    if "rms_norm" in (attributes["norm"], attributes["branch_norm"]):
-        return "RMS norm: no kernel yet"
-    if attributes["branch_norm"] != "none":
-        return "a gate on a normed branch: no kernel yet"
-    if attributes["activation"] != "identity":
-        return f"a gate through {attributes['activation']}: no kernel yet"
-    if inputs["branch"] is not None and inputs["gate"] is None:
-        return "a residual without a gate: no kernel yet"
-    outputs = decode_outputs(attributes["outputs"])
-    if len(outputs) > 1:
-        return "one norm with several modulates: no kernel yet"
-    if outputs and "scale" in outputs[0] and "shift" not in outputs[0]:
-        return "a scale without a shift: no kernel yet"
-    if any("table" in name for name in inputs if inputs[name] is not None):
-        return "a table added to a factor: no kernel yet"
-    width = ops_view.value(match.root)
-    if width is None or not isinstance(width.shape[-1], int):
-        return "the width is not known at compile time: no kernel"
     if match.shared:
-        return "one norm with several readers: no kernel that computes it once yet"
-    if replacement.layouts:
-        return "layout: the result is transposed in memory, and kernels write rows"
+        return "one norm with several readers: a kernel would compute it again"
+    if match.replacement is not None and match.replacement.layouts:
+        return "layout: the result is transposed in memory; kernels write rows, the compiler writes it in place"
     return None
 
 
