@@ -15,7 +15,7 @@ from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
 from graphopt.codegen.form import OUTPUT_PARTS
 from graphopt.errors import CodegenError, RewriteError, VerifyError
-from graphopt.passes import near_miss, ops_view, rewrite, source, traffic, verify
+from graphopt.passes import near_miss, ops_view, rewrite, source, tables, traffic, verify
 from graphopt.passes.pipeline import PassContext, copy, nested
 from graphopt.passes.record import Checked, Kernel, PassRecord, Prediction, Reject, Site, Traffic
 from graphopt.passes.rule import Match, Rule
@@ -91,9 +91,13 @@ class AdaLN:
                     chosen.append((match, sites))
                     placed.append((key, i, match))
             if chosen:
+                folds = self.fold_tables(g, [m for m, _ in chosen], context, record)
                 # before nodes are erased: they have no operands left then
                 bytes_ = [(traffic.fused(m), traffic.op_by_op(m.core)) for m, _ in chosen]
                 became |= rewrite.apply(g, [m for m, _ in chosen], lambda m: operator_for(m, context))
+                if folds:
+                    tables.sweep(g.graph, folds)
+                    g.recompile()
                 left = set(g.graph.nodes)
                 for (match, sites), moved in zip(chosen, bytes_):
                     gone = sorted({*match.core, *match.side} - left, key=match.facts.index.__getitem__)
@@ -126,6 +130,24 @@ class AdaLN:
             for kind, node in match.rule.sites(match)  # type: ignore[misc]
         ]
         return sites, reason is None
+
+    def fold_tables(
+        self, g: fx.GraphModule, chosen: list[Match], context: PassContext, record: PassRecord
+    ) -> list[tables.Fold]:
+        """Take `table + embedding` into the operators that can add them (see tables.py).
+
+        Not while verifying: what is compared with fp64 is what runs, and it has the inputs of the original graph.
+        """
+        if context.inputs is not None:
+            return []
+        folds = tables.plan(chosen)
+        before = {id(f.match): f.match.replacement for f in folds}
+        tables.apply(g.graph, folds)
+        for fold in folds:
+            match, target = fold.match, target_of(fold.match, context)
+            if target != "reference" and self.unbuilt(match, target, context, record) is not None:
+                match.replacement = before[id(match)]
+        return folds
 
     def unbuilt(self, match: Match, target: str, context: PassContext, record: PassRecord) -> str | None:
         """Why the kernels of a match cannot be used on a GPU, or None.  A kernel that fails to compile warns once."""
