@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint types dist-check nightly clean
+.PHONY: demo test test-html lint types dist-check nightly clean
 
 demo: $(STAMP)
 	$(BIN)/python -m graphopt demo
@@ -25,6 +25,10 @@ types: $(STAMP)
 	rm -rf build/typed
 	$(BIN)/pip install -q --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p graphopt
+
+# the HTML pages in headless Chromium (Debian's package `chromium`)
+test-html: $(STAMP)
+	$(BIN)/python tests/html_check.py
 
 # wheel and sdist, installed in a clean environment; the top-level names they install
 dist-check: $(STAMP)

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphopt._inspect import Inspection, inspect
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from graphopt.loading.loader import PlanLoader
     from graphopt.loading.microbatch import MicrobatchInfo
     from graphopt.loading.sampler import PlanBatchSampler
+    from graphopt.passes.catalogue import register_rule, unregister_rule
+    from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
     from graphopt.schedule.bench import shape_benchmark
     from graphopt.schedule.cost import trace_cost
@@ -34,9 +37,14 @@ _HOME = {
     "CheckFailed": "graphopt.checks",
     "Config": "graphopt.config",
     "GraphoptError": "graphopt.errors",
+    "Rule": "graphopt.passes.rule",
+    "register_rule": "graphopt.passes.catalogue",
+    "unregister_rule": "graphopt.passes.catalogue",
     "Report": "graphopt.reporting",
     "check": "graphopt.checks",
     "configure": "graphopt.config",
+    "Inspection": "graphopt._inspect",
+    "inspect": "graphopt._inspect",
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
     # plan
@@ -53,9 +61,30 @@ _HOME = {
     "trace_cost": "graphopt.schedule.cost",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "MicrobatchInfo", "Plan", "PlanBatchSampler", "PlanLoader", "Report",
-    "accumulate", "check", "configure", "fit_cost", "fit_memory", "last_report", "plan_batches", "report",
-    "shape_benchmark", "simulate", "trace_cost",
+    "CheckFailed",
+    "Config",
+    "GraphoptError",
+    "Inspection",
+    "MicrobatchInfo",
+    "Plan",
+    "PlanBatchSampler",
+    "PlanLoader",
+    "Report",
+    "Rule",
+    "accumulate",
+    "check",
+    "configure",
+    "fit_cost",
+    "fit_memory",
+    "inspect",
+    "last_report",
+    "plan_batches",
+    "register_rule",
+    "report",
+    "shape_benchmark",
+    "simulate",
+    "trace_cost",
+    "unregister_rule",
 ]
 
 
