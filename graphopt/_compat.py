@@ -140,6 +140,13 @@ def _filled(cell: Any) -> bool:
         return False
 
 
+def forward_mode_ad() -> str | None:
+    """"forward-mode AD" inside `torch.autograd.forward_ad.dual_level()`; torch compiles anew when that changes."""
+    from torch.autograd import forward_ad
+
+    return "forward-mode AD" if forward_ad._current_level >= 0 else None
+
+
 def current_compile_id() -> str:
     """Torch's name of the frame being compiled, such as "0/1" (frame / recompilation)."""
     from torch._guards import CompileContext

@@ -6,7 +6,7 @@ nodes of the match.  `find` collects the matches of one graph from its end to it
 A match is refused, with the reason, when
 
 - a value inside it is read outside (it would no longer exist),
-- it crosses an autocast or grad-mode border,
+- it crosses an autocast or grad-mode border, or runs under a transform of torch.func,
 - an in-place write between its first and its last node may change one of its inputs,
 - one of its results is read before all of its inputs exist,
 - an operand is a DTensor or another tensor subclass.
@@ -180,6 +180,9 @@ def _refuse(match: Match, taken: set[Node]) -> tuple[str | None, Node | None]:
     regions = {facts.region[n] for n in match.core}
     if len(regions) > 1:
         return "crosses an autocast or grad-mode border", None
+    transform = facts.transform(match.root) or _compat.forward_mode_ad()
+    if transform is not None:
+        return f"under {transform}, for which a fused operator has no rule: it keeps its own ops", None
     match.replacement = match.rule.replace(match)
     results = match.replacement.results
     share_norm(match)
