@@ -15,6 +15,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.errors import ConfigError, GraphoptError
+from graphopt.frames import Missed
 from graphopt.passes.record import Kernel, PassRecord, Reject, Site
 
 VERSION = 1
@@ -42,9 +43,13 @@ class GraphRecord:
 
 @dataclass
 class Report:
-    """Everything graphopt did to one compiled callable."""
+    """Everything graphopt did to one compiled callable.
+
+    `missed`: the frames of it that torch kept from the backend, as of the last `graphopt.check`.
+    """
 
     graphs: list[GraphRecord] = field(default_factory=list)
+    missed: list[Missed] = field(default_factory=list)
     codes: set[CodeType] = field(default_factory=set, repr=False)
 
     def add(self, record: GraphRecord) -> None:
@@ -90,7 +95,9 @@ class Report:
 
     def to_json(self, indent: int | None = 1) -> str:
         """The whole report as JSON: version, then graphs in the order they were compiled."""
-        return json.dumps({"version": VERSION, "graphs": [asdict(g) for g in self.graphs]}, indent=indent)
+        parts = {"graphs": self.graphs, "missed": self.missed}
+        data = {"version": VERSION, **{name: [asdict(x) for x in xs] for name, xs in parts.items()}}
+        return json.dumps(data, indent=indent)
 
     def summary(self) -> str:
         """One line."""
@@ -101,7 +108,7 @@ class Report:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        lines = [self.summary()]
+        lines = [self.summary(), *(f"not handed over  {m}" for m in self.missed)]
         for i, g in enumerate(self.graphs):
             before, after = (g.passes[0].nodes_before, g.passes[-1].nodes_after) if g.passes else (0, 0)
             lines.append(f"graph {i} [{g.compile_id}]  nodes {before} -> {after}  ran {g.calls} times")
