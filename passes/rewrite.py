@@ -183,6 +183,9 @@ def _refuse(match: Match, taken: set[Node]) -> tuple[str | None, Node | None]:
     transform = facts.transform(match.root) or _compat.forward_mode_ad()
     if transform is not None:
         return f"under {transform}, for which a fused operator has no rule: it keeps its own ops", None
+    detached = next((n for n in match.side if _detaches(n)), None)
+    if detached is not None:
+        return f"{detached.name} cuts a gradient off (no_grad) that the operator would pass on", detached
     match.replacement = match.rule.replace(match)
     results = match.replacement.results
     share_norm(match)
@@ -215,6 +218,13 @@ def _refuse(match: Match, taken: set[Node]) -> tuple[str | None, Node | None]:
         return f"an in-place write ({write.name}) between its nodes may change its inputs", write
     match.anchor = anchor
     return None, None
+
+
+def _detaches(node: Node) -> bool:
+    """Does a node looked through in front of an input stop gradients?  (A cast or `1 + s` under no_grad does.)"""
+    v = ops_view.value(node)
+    before = [ops_view.value(n) for n in node.all_input_nodes]
+    return v is not None and not v.requires_grad and any(b is not None and b.requires_grad for b in before)
 
 
 def share_norm(match: Match) -> None:
