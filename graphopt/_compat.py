@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 
 def statically_true(condition: Any) -> bool:
@@ -141,10 +142,15 @@ def _filled(cell: Any) -> bool:
 
 
 def forward_mode_ad() -> str | None:
-    """"forward-mode AD" inside `torch.autograd.forward_ad.dual_level()`; torch compiles anew when that changes."""
-    from torch.autograd import forward_ad
-
+    """"forward-mode AD" inside `torch.autograd.forward_ad.dual_level()`.  torch sets no guard on it."""
     return "forward-mode AD" if forward_ad._current_level >= 0 else None
+
+
+def has_tangent(args: tuple[Any, ...]) -> bool:
+    """Does one of the arguments of a compiled graph carry a tangent of forward-mode AD?"""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
 
 
 def current_compile_id() -> str:

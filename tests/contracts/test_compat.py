@@ -141,8 +141,12 @@ def test_frames_breaks_limit_and_stance() -> None:
 
 def test_forward_mode_ad() -> None:
     assert _compat.forward_mode_ad() is None
+    x = torch.ones(2)
     with torch.autograd.forward_ad.dual_level():
         assert _compat.forward_mode_ad() == "forward-mode AD"
+        assert not _compat.has_tangent((x, 3))
+        assert _compat.has_tangent((x, torch.autograd.forward_ad.make_dual(x, x)))
+    assert not _compat.has_tangent((x,))
 
 
 def test_sizes_stay_apart_and_are_written_with_known_functions() -> None:
