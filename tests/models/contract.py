@@ -1,7 +1,8 @@
 """The numerics contract of a whole model: how far is a compiled training step from fp64, measured in eager's error.
 
 Geometric mean over tensors (output and every parameter's gradient) at most 1.05, no tensor above 2, tensors under 64
-elements pooled; dtypes, shapes and strides are eager's.
+elements pooled; dtypes, shapes and strides are eager's.  Both are averaged over batches of fresh inputs: in one batch
+all tensors share the error of a few early values, so the ratio of a single batch scatters by up to 20 %.
 
 Truth is the same eager step with fp64 parameters under `Wide`.  A plain `model.double()` is none: models cast to fp32
 around their norms, gates and embeddings, whatever their parameters are, and Cosmos refuses to run at all.
@@ -10,8 +11,10 @@ around their norms, gates and embeddings, whatever their parameters are, and Cos
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,12 +83,18 @@ def run(f: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], seed: i
     return {"output": out.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def truth(model: nn.Module, inputs: dict[str, Any], seed: int = 7, cotangent: torch.dtype = torch.float64) -> Result:
-    """The same step in fp64, on the same (already rounded) parameters and inputs; `cotangent` is the output's dtype."""
+def wide_twin(model: nn.Module) -> nn.Module:
+    """A copy with fp64 parameters, for `truth`; buffers stay as they are."""
     twin = copy.deepcopy(model)
     twin.zero_grad()
     for p in twin.parameters():
         p.data = p.data.double()
+    return twin
+
+
+def truth(twin: nn.Module, inputs: dict[str, Any], seed: int = 7, cotangent: torch.dtype = torch.float64) -> Result:
+    """The same step in fp64, on the same (already rounded) parameters and inputs; `cotangent` is the output's dtype."""
+    twin.zero_grad()
     torch.manual_seed(seed)
     with Wide():
         out = twin(**inputs, return_dict=False)[0]
@@ -96,34 +105,51 @@ def truth(model: nn.Module, inputs: dict[str, Any], seed: int = 7, cotangent: to
     return {"output": out.detach()} | {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
 
 
-@dataclass
-class Errors:
-    """Squared error and squared norm per tensor, summed over steps; tensors under 64 elements pooled into one."""
-
-    parts: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, got: Result, true: Result) -> None:
-        """One more step."""
-        for n, t in true.items():
-            part = self.parts.setdefault(n if t.numel() >= SMALL else "small tensors", [0.0, 0.0])
-            part[0] += (got[n].double() - t).square().sum().item()
-            part[1] += t.square().sum().item()
-
-    def relative(self) -> dict[str, float]:
-        """Relative L2 per tensor."""
-        return {n: math.sqrt(d / s) for n, (d, s) in self.parts.items() if s}
+def errors(got: Result, true: Result) -> dict[str, float]:
+    """Relative L2 per tensor; tensors under 64 elements pooled into one."""
+    parts: dict[str, list[float]] = {}
+    for n, t in true.items():
+        part = parts.setdefault(n if t.numel() >= SMALL else "small tensors", [0.0, 0.0])
+        part[0] += (got[n].double() - t).square().sum().item()
+        part[1] += t.square().sum().item()
+    wrong = [n for n, (d, s) in parts.items() if d and not s]
+    assert not wrong, f"not zero, as they should be: {wrong}"
+    return {n: math.sqrt(d / s) for n, (d, s) in parts.items() if s}
 
 
 @dataclass
 class Verdict:
-    """Ratios of our error to eager's."""
+    """Ratios of our error to eager's, per tensor and batch, as logarithms."""
 
-    ratios: dict[str, float]
+    logs: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, ours: dict[str, float], eager: dict[str, float]) -> None:
+        """One more batch."""
+        for n in ours:
+            self.logs.setdefault(n, []).append(math.log(max(ours[n], 1e-12) / max(eager[n], 1e-12)))
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Per tensor: geometric mean over batches."""
+        return {n: math.exp(statistics.fmean(xs)) for n, xs in self.logs.items()}
+
+    @property
+    def batches(self) -> int:
+        """How many batches went in."""
+        return max(map(len, self.logs.values()), default=0)
 
     @property
     def mean(self) -> float:
-        """Geometric mean."""
-        return math.exp(sum(map(math.log, self.ratios.values())) / len(self.ratios))
+        """Geometric mean over tensors and batches."""
+        return math.exp(statistics.fmean(map(statistics.fmean, self.logs.values())))
+
+    @property
+    def uncertainty(self) -> float:
+        """Standard error of log(mean): rounding errors of one batch share their causes, so one batch says little."""
+        if self.batches < 2:
+            return math.inf
+        means = [statistics.fmean(xs) for xs in zip(*self.logs.values(), strict=True)]
+        return statistics.stdev(means) / math.sqrt(self.batches)
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -135,11 +161,9 @@ class Verdict:
         """Is it within the contract?"""
         return self.mean <= MEAN and self.worst[1] <= MOST
 
-
-def compare(ours: Errors, eager: Errors) -> Verdict:
-    """Per tensor: our error over eager's."""
-    a, b = ours.relative(), eager.relative()
-    return Verdict({n: max(a[n], 1e-12) / max(b[n], 1e-12) for n in a})
+    def __str__(self) -> str:
+        name, most = self.worst
+        return f"mean {self.mean:.3f} (1 +- {self.uncertainty:.3f}, {self.batches} batches), worst {most:.2f} at {name}"
 
 
 def same_form(got: Result, eager: Result) -> None:
@@ -150,14 +174,28 @@ def same_form(got: Result, eager: Result) -> None:
         assert form[0] == form[1], (n, *form)
 
 
-def measure(f: Callable[..., Any], model: nn.Module, batches: Iterable[dict[str, Any]]) -> Verdict:
-    """Compare `f`, a compiled `model`, with eager over several batches; forms are asserted on each."""
-    ours, theirs = Errors(), Errors()
+def measure(
+    f: Callable[..., Any], model: nn.Module, batches: Iterable[dict[str, Any]], eager: nn.Module | None = None,
+    least: int = 5, most: int = 64, uncertainty: float = 0.02,
+) -> Verdict:
+    """Compare `f`, a compiled `model`, with eager over batches, until the mean is known to `uncertainty`.
+
+    eager: the model to compare with, where `model` itself was changed by compiling.  Forms are asserted on each batch.
+    least, most: numbers of batches; `batches` may be endless.
+    """
+    eager = model if eager is None else eager
+    twin, verdict = wide_twin(eager), Verdict()
     for seed, inputs in enumerate(batches):
-        eager, got = run(model, model, inputs, seed), run(f, model, inputs, seed)
-        same_form(got, eager)
-        true = truth(model, inputs, seed, eager["output"].dtype)
+        want, got = run(eager, eager, inputs, seed), run(f, model, inputs, seed)
+        same_form(got, want)
+        true = truth(twin, inputs, seed, want["output"].dtype)
         assert true.keys() == got.keys(), true.keys() ^ got.keys()
-        ours.add(got, true)
-        theirs.add(eager, true)
-    return compare(ours, theirs)
+        verdict.add(errors(got, true), errors(want, true))
+        if seed + 1 >= most or (seed + 1 >= least and verdict.uncertainty <= uncertainty):
+            break
+    return verdict
+
+
+def fresh_inputs(entry: Any, dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Any]]:
+    """Endless batches for a model of the zoo that was built with seed 0."""
+    return (entry.build(dtype, seed)[1] for seed in itertools.count())
