@@ -45,7 +45,7 @@ def f3(x, branch, gate):
 
 
 FUNCTIONS = {"F1": f1, "F2": f2, "F2a": f2a, "F3": f3}
-NAMES = {f.code: f.name for f in FUSIONS.values()}
+NAMES = {f.code: f.name for f in FUSIONS.values() if f.code in FUNCTIONS}
 
 
 def operands(code: str, B: int, N: int, D: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError
 from graphopt.passes import catalogue, pipeline
 from graphopt.passes.adaln import AdaLN
+from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.record import PassRecord
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
 
 def passes() -> list[pipeline.Pass]:
     """The passes of a graph, in order."""
-    return [AdaLN()]
+    return [Canonicalize(), AdaLN()]
 
 
 def hand_over(

@@ -5,6 +5,7 @@ A callable has one graph per frame, per graph break and per recompilation.  Its 
 
 from __future__ import annotations
 
+import difflib
 import json
 import weakref
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Any
 from graphopt import _compat
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.frames import Missed
-from graphopt.passes.record import Kernel, PassRecord, Reject, Site
+from graphopt.passes.record import Kernel, NearMiss, PassRecord, Reject, Site
 
 VERSION = 1
 
@@ -39,6 +40,46 @@ class GraphRecord:
     def sites(self) -> list[Site]:
         """Its sites, in graph order."""
         return [s for p in self.passes for s in p.sites]
+
+
+@dataclass(frozen=True)
+class Why:
+    """What became of one norm or one gated sum.
+
+    status: "rewritten", "declined" (a site that Inductor does faster), "refused" (a site that could not be replaced) or
+    "no site"; rule: which rule, where one matched; reason: why it was not rewritten.
+    """
+
+    fqn: str
+    kind: str
+    node: str
+    where: str | None
+    status: str
+    rule: str | None
+    reason: str | None
+
+    def __str__(self) -> str:
+        by = f" by {self.rule}" if self.rule and self.status == "rewritten" else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.fqn or '(root)'} ({self.where or self.node}) {self.kind}: {self.status}{by}{reason}"
+
+
+def _reasons(report: Report) -> Iterator[Why]:
+    """Everything a report knows of norms and gates, one record each; a norm covered by a gate's kernel is listed too."""
+    for p in (p for g in report.graphs for p in g.passes):
+        for s in p.sites:
+            yield Why(s.fqn, s.kind, s.node, s.where, s.status, s.rule, s.reason)
+        modulated = {s.fqn for s in p.sites if s.kind == "modulate"}
+        for s in p.sites:
+            for name in s.norms:
+                if name not in modulated:
+                    yield Why(name, "norm", s.node, s.where, s.status, s.rule, s.reason)
+        for r in p.rejects:
+            yield Why(r.fqn, "site", r.node, r.where, "refused", r.rule, r.reason)
+        known = {(r.fqn, r.node) for r in p.rejects}
+        for m in p.near_misses:
+            if (m.fqn, m.node) not in known:
+                yield Why(m.fqn, m.kind, m.node, m.where, "no site", None, m.reason)
 
 
 @dataclass
@@ -69,6 +110,11 @@ class Report:
         return [r for g in self.graphs for p in g.passes for r in p.rejects]
 
     @property
+    def near_misses(self) -> list[NearMiss]:
+        """Norms that are not modulated and sums with a product that are no gate, with the reason of each."""
+        return [m for g in self.graphs for p in g.passes for m in p.near_misses]
+
+    @property
     def declined(self) -> list[Site]:
         """Sites left to Inductor because it is predicted to be faster there."""
         return [s for s in self.sites if s.status == "declined"]
@@ -92,6 +138,28 @@ class Report:
             (g.calls if executed else 1)
             for g in self.graphs for s in g.sites if s.kind == kind and what in ("matched", s.status)
         )
+
+    def why(self, fqn: str) -> list[Why]:
+        """What became of the norms and gated sums of one module (or, if it has none of its own, of those inside it).
+
+        fqn: qualified name of a module, such as "blocks.3.norm1"; "" is the root.
+        Returns one record per norm and gated sum, in graph order; `print(*report.why(..), sep="\\n")` reads well.
+        GraphoptError names the nearest known names when there is none.
+        """
+        known: dict[str, list[Why]] = {}
+        for record in _reasons(self):
+            known.setdefault(record.fqn, []).append(record)
+        inside = [r for name, records in known.items() if name.startswith(fqn + ".") or not fqn for r in records]
+        found = known.get(fqn) or inside
+        if not found:
+            close = difflib.get_close_matches(fqn, [n for n in known if n], n=5, cutoff=0.4)
+            raise GraphoptError(
+                f"no norm and no gated sum at {fqn!r}",
+                where=self.summary(),
+                remedy=f"did you mean {', '.join(map(repr, close))}?" if close else
+                f"known are {', '.join(map(repr, sorted(known)[:8]))}" if known else "no graph holds a norm or a gate",
+            )
+        return found
 
     def to_json(self, indent: int | None = 1) -> str:
         """The whole report as JSON: version, then graphs in the order they were compiled."""

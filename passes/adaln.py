@@ -11,11 +11,12 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.codegen import operators, readiness
+from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
 from graphopt.errors import CodegenError
-from graphopt.passes import ops_view, rewrite, source
+from graphopt.passes import near_miss, ops_view, rewrite, source
 from graphopt.passes.pipeline import PassContext, nested
 from graphopt.passes.record import Kernel, PassRecord, Prediction, Site
-from graphopt.passes.rewrite import Match
+from graphopt.passes.rule import Match
 from graphopt.schedule import site_cost
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class AdaLN:
         for g in graphs:
             found = rewrite.find(g, context.rules, context.numerics)
             record.rejects += found.rejects
+            record.near_misses += near_miss.explain(g, found)
             chosen: list[Match] = []
             for match in found.matches:
                 sites, rewritten = self.decide(match, context, record)
@@ -67,7 +69,7 @@ class AdaLN:
             Site(
                 kind, match.rule.name, source.fqn(match["norm"] if kind == "modulate" else node), node.name,
                 source.where(node), _shape(node), str(ops_view.dtype_of(node)).removeprefix("torch."),
-                "rewritten" if reason is None else "declined", reason, prediction,
+                "rewritten" if reason is None else "declined", reason, prediction, _norms(match),
             )
             for kind, node in match.rule.sites(match)
         ]
@@ -79,6 +81,7 @@ class AdaLN:
         if replacement is None:
             raise ValueError("a match was not accepted")
         values = {n: None if x is None else _fake(match, n, x) for n, x in replacement.inputs.items()}
+        values |= {n: values.get(n) for n in OUTPUT_PARTS}
         missing = no_kernel(match)
         if missing is not None:
             return missing
@@ -93,15 +96,36 @@ class AdaLN:
             return f"its kernel does not compile for {target}: {error.what}"
 
 
+def _norms(match: Match) -> tuple[str, ...]:
+    """The modules whose norms a match covers."""
+    found = [match.get(name) for name in ("norm", "branch_norm")]
+    return tuple(source.fqn(n) for n in found if n is not None)
+
+
 def no_kernel(match: Match) -> str | None:
     """What the generated kernels do not do yet; the reference operators do all of it."""
     replacement = match.replacement
     if replacement is None:
         raise ValueError("a match was not accepted")
-    if replacement.attributes["norm"] == "rms_norm":
+    attributes, inputs = replacement.attributes, replacement.inputs
+    if "rms_norm" in (attributes["norm"], attributes["branch_norm"]):
         return "RMS norm: no kernel yet"
-    if replacement.inputs["scale"] is not None and replacement.inputs["shift"] is None:
+    if attributes["branch_norm"] != "none":
+        return "a gate on a normed branch: no kernel yet"
+    if attributes["activation"] != "identity":
+        return f"a gate through {attributes['activation']}: no kernel yet"
+    if inputs["branch"] is not None and inputs["gate"] is None:
+        return "a residual without a gate: no kernel yet"
+    outputs = decode_outputs(attributes["outputs"])
+    if len(outputs) > 1:
+        return "one norm with several modulates: no kernel yet"
+    if outputs and "scale" in outputs[0] and "shift" not in outputs[0]:
         return "a scale without a shift: no kernel yet"
+    if any("table" in name for name in inputs if inputs[name] is not None):
+        return "a table added to a factor: no kernel yet"
+    width = ops_view.value(match.root)
+    if width is None or not isinstance(width.shape[-1], int):
+        return "the width is not known at compile time: no kernel"
     if match.shared:
         return "one norm with several readers: no kernel that computes it once yet"
     if replacement.layouts:
@@ -110,7 +134,7 @@ def no_kernel(match: Match) -> str | None:
 
 
 def _fake(match: Match, name: str, node: Node) -> torch.Tensor | None:
-    views = match.attempt.views.get(name)
+    views = match.replacement.views.get(name) if match.replacement else None
     return ops_view.value(views[0] if views else node)
 
 

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphopt.passes import gate_norm, gate_norm_modulate, gate_residual, norm_modulate
-from graphopt.passes.rewrite import Rule
+from graphopt.passes import (
+    branch_norm_gate,
+    gate_norm,
+    gate_norm_modulate,
+    gate_residual,
+    norm_modulate,
+    norm_modulates,
+    residual_norm_modulate,
+)
+from graphopt.passes.rule import Rule
 
-RULES: tuple[Rule, ...] = (gate_norm_modulate.RULE, norm_modulate.RULE, gate_norm.RULE, gate_residual.RULE)
+RULES: tuple[Rule, ...] = (
+    *norm_modulates.RULES[:2],  # behind a gate or a residual
+    branch_norm_gate.RULES[0],
+    gate_norm_modulate.RULE,
+    residual_norm_modulate.RULE,
+    norm_modulates.RULES[2],
+    norm_modulate.RULE,
+    branch_norm_gate.RULES[1],
+    gate_norm.RULE,
+    branch_norm_gate.RULES[2],
+    gate_residual.RULE,
+)
 
 
 def names() -> frozenset[str]:

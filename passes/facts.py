@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from graphopt.passes import ops_view
+
 _INPLACE_FUNCTIONS = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul", "setitem",
     "ilshift", "irshift", "delitem",
@@ -46,14 +48,17 @@ class Facts:
     writes: list[Write] = field(default_factory=list)
 
     def depends(self, node: object, on: Node) -> bool:
-        """Is `on` an ancestor of (or the same as) `node`?  Looks no further back than `on` stands in the order."""
+        """Do values of `on` reach `node` (or is it the same)?  Looks no further back than `on` stands in the order.
+
+        A size or a dtype taken from `on` is no value of it: `embedding.type_as(x)` does not depend on x.
+        """
         if not isinstance(node, Node):
             return False
         if node is on:
             return True
         first, seen, todo = self.index[on], {node}, [node]
         while todo:
-            for up in todo.pop().all_input_nodes:
+            for up in values_read(todo.pop()):
                 if up is on:
                     return True
                 if self.index[up] > first and up not in seen:
@@ -78,6 +83,16 @@ class Facts:
             if write.storages is None or write.storages & storages:
                 return write.node
         return None
+
+
+def values_read(node: Node) -> list[Node]:
+    """The inputs whose values a node reads, as far as its kind tells."""
+    if node.op == "call_method" and node.target in ops_view.LIKE:
+        return [node.args[0]]  # type: ignore[list-item]
+    v = node.meta.get("example_value")
+    if isinstance(v, (int, torch.SymInt, torch.Size)) and not isinstance(v, bool):
+        return []
+    return node.all_input_nodes
 
 
 def storages_of(node: object) -> frozenset[int]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from graphopt.errors import PassOrderError
 from graphopt.passes.record import PassRecord
-from graphopt.passes.rewrite import Rule
+from graphopt.passes.rule import Rule
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["modulate", "gate"]
+# of a rule that a user registered, the kind is the rule's name
+Kind = Literal["modulate", "gate"] | str
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Site:
     """One modulate or one gate.
 
     `fqn` is the owning module, `node` the last node of the chain in the graph as captured, `where` the user's source
-    line, `shape` the activation's (sizes that are symbolic as text), `reason` why it was declined.
+    line, `shape` the activation's (sizes that are symbolic as text), `reason` why it was declined, `norms` the modules
+    whose norms it covers.
     """
 
     kind: Kind
@@ -38,6 +40,7 @@ class Site:
     status: Literal["rewritten", "declined"]
     reason: str | None = None
     predicted: Prediction | None = None
+    norms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,20 @@ class Reject:
     """A place that looked like a site of `rule` and was left alone, with the reason."""
 
     rule: str
+    fqn: str
+    node: str
+    reason: str
+    where: str | None
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A norm that is not modulated, or a sum with a product in it that is no gate, with the reason.
+
+    kind: the site it would be.  Most are no failure: a norm in front of attention has no scale to take in.
+    """
+
+    kind: Kind
     fqn: str
     node: str
     reason: str
@@ -71,6 +88,7 @@ class PassRecord:
     milliseconds: float = 0.0
     sites: list[Site] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphopt.codegen import emit, kernels, reference
-from graphopt.codegen.form import FUSIONS
+from graphopt.codegen import emit, kernels, operators
+from graphopt.codegen.form import FUSIONS, OPERANDS
 
 pytestmark = pytest.mark.kernel
 
 EPS = 1e-6
+NAMED = ["norm_modulate", "gate_norm_modulate", "gate_norm", "gate_residual"]
 WIDTHS = [1, 3, 17, 64, 1152, 2240, 5120]
 
 
@@ -60,12 +61,28 @@ def limit(dtype: torch.dtype, eager: float) -> float:
 
 def run(engine, t: dict, norm: str, dtype: torch.dtype, dh: Tensor | None, dy: Tensor | None):
     """Forward and backward of one engine."""
+    if engine is operators:
+        return run_reference(t, norm, dtype, dh, dy)
     h_dtype = dtype
     h, y, mean, rstd = engine.forward(**t, norm=norm, eps=EPS, offset=1.0, h_dtype=h_dtype, y_dtype=dtype, rounding="")
     rest = {k: v for k, v in t.items() if k != "x"}
     saved = t["x"] if t["branch"] is None else (h if norm != "none" else t["branch"])
     grads = engine.backward(dh, dy, saved, **rest, mean=mean, rstd=rstd, norm=norm, offset=1.0, x_dtype=t["x"].dtype)
     return (h, y), grads
+
+
+def run_reference(t: dict, norm: str, dtype: torch.dtype, dh: Tensor | None, dy: Tensor | None):
+    """The same by the reference operator."""
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in t.items() if v is not None}
+    parts = [n for n in ("scale", "shift") if n in leaves]
+    name = "gate_norm_modulate" if "branch" in leaves else "norm_modulate"
+    h, _, _, _, _, *ys = operators.operator(name, "reference")(
+        *(leaves.get(n) for n in OPERANDS), [leaves[n] for n in parts], "+".join(parts) or "plain", norm, EPS, 1.0,
+        "none", 0.0, "identity", dtype, dtype, "")
+    given = [(o, g) for o, g in ((h, dh), (ys[0], dy)) if g is not None]
+    grads = torch.autograd.grad([o for o, _ in given], list(leaves.values()), [g for _, g in given])
+    by = dict(zip(leaves, grads))
+    return (h.detach(), ys[0].detach()), [by.get(n, t["x"].new_empty(0)) for n in NAMES]
 
 
 def eager(t: dict, dh: Tensor | None, dy: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -97,13 +114,13 @@ def _cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 NAMES = ("x", "branch", "gate", "scale", "shift", "weight", "bias")
 
 
-@pytest.mark.parametrize("fusion", list(FUSIONS))
+@pytest.mark.parametrize("fusion", NAMED)
 @pytest.mark.parametrize("D", WIDTHS)
 def test_bf16_against_fp64(fusion: str, D: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _compare(fusion, 2, 21 if D < 1000 else 9, D, torch.bfloat16, torch.float32, device, monkeypatch)
 
 
-@pytest.mark.parametrize("fusion", list(FUSIONS))
+@pytest.mark.parametrize("fusion", NAMED)
 @pytest.mark.parametrize(("dtype", "mod"), [
     (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32),
     (torch.float32, torch.bfloat16),
@@ -162,7 +179,7 @@ def test_absent_cotangents(device) -> None:
     t = tensors("gate_norm_modulate", 2, 20, 64, torch.float32, torch.float32, device)
     g = torch.randn(2, 20, 64, device=device)
     for dh, dy in ((g, None), (None, g)):
-        want = run(reference, t, "layer_norm", torch.float32, dh, dy)[1]
+        want = run(operators, t, "layer_norm", torch.float32, dh, dy)[1]
         got = run(kernels, t, "layer_norm", torch.float32, dh, dy)[1]
         for a, b in zip(got, want):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -174,7 +191,7 @@ def test_empty_and_non_contiguous(device) -> None:
         t["x"] = torch.randn(S, 2, 24, device=device).transpose(0, 1)
         dy = torch.randn(2, 24, S, device=device).transpose(1, 2)
         (_, got), grads = run(kernels, t, "layer_norm", torch.float32, None, dy)
-        (_, want), wanted = run(reference, t, "layer_norm", torch.float32, None, dy)
+        (_, want), wanted = run(operators, t, "layer_norm", torch.float32, None, dy)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         for a, b in zip(grads, wanted):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -190,7 +207,7 @@ def test_factor_layouts(device) -> None:
             shift = torch.randn(40, device=device).expand(shape)
         t = dict(x=x, branch=None, gate=None, scale=scale, shift=shift, weight=None, bias=None)
         (_, got), grads = run(kernels, t, "layer_norm", torch.float32, None, dy)
-        (_, want), wanted = run(reference, t, "layer_norm", torch.float32, None, dy)
+        (_, want), wanted = run(operators, t, "layer_norm", torch.float32, None, dy)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         for a, b in zip(grads, wanted):
             assert a.shape == b.shape
