@@ -180,3 +180,23 @@ def test_aot_autograd_hands_over_the_joint_graph() -> None:
     f = torch.compile(lambda x: x.sin().cos(), backend=_compat.aot_autograd(keep, keep, partition))
     f(torch.randn(3, requires_grad=True)).sum().backward()
     assert len(joints) == 1
+
+
+def test_post_grad_pass_runs_on_both_graphs_and_keys_the_cache() -> None:
+    """Inductor calls the pass of its option on the forward and on the backward, then the user's own."""
+    seen: list[str] = []
+
+    def ours(graph) -> None:
+        seen.append("ours")
+
+    def theirs(graph) -> None:
+        seen.append("theirs")
+
+    make = _compat.post_grad_pass
+    assert make(ours, "1").uuid() != make(ours, "2").uuid()
+    assert make(ours, "1", theirs).uuid() is None  # a plain callable has no version: not cached
+    options = {_compat.POST_GRAD: make(ours, "contract", theirs)}
+    f = torch.compile(lambda x, w: (x @ w).sin().sum(), options=options)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    f(x, w).backward()
+    assert seen == ["ours", "theirs"] * 2
