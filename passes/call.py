@@ -40,6 +40,8 @@ def _uncast(node: Node | None) -> Node | None:
         source, target = ops_view.dtype_of(node.args[0]), ops_view.dtype_of(node)
         if source is None or target is None or not ops_view.widens(source, target):
             break
+        if ops_view.detaches(node):
+            break
         node = node.args[0]  # type: ignore[assignment]
     return node
 

@@ -85,6 +85,20 @@ class Facts:
         return None
 
 
+    def argument_written_after(self, last: int, inputs: list[Node]) -> Node | None:
+        """The first in-place write after `last` into an argument of the graph that one of the tensors shares, or None.
+
+        A compiler makes other writes out of place; this one it copies back, over a value saved for the backward.
+        """
+        start = bisect_left(self.writes, last + 1, key=lambda w: w.index)
+        late = [w for w in self.writes[start:] if w.storages]
+        if not late:
+            return None
+        arguments = frozenset().union(*(storages_of(n) for n in self.graph.nodes if n.op == "placeholder"))
+        shared = arguments & frozenset().union(*(storages_of(n) for n in inputs))
+        return next((w.node for w in late if w.storages and w.storages & shared), None)
+
+
 def values_read(node: Node) -> list[Node]:
     """The inputs whose values a node reads, as far as its kind tells."""
     if node.op == "call_method" and node.target in ops_view.LIKE:

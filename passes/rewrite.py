@@ -124,7 +124,7 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
     transform = facts.transform(match.root) or _compat.forward_mode_ad()
     if transform is not None:
         return f"under {transform}, for which a fused operator has no rule: it keeps its own ops", None
-    detached = next((n for n in match.side if _detaches(n)), None)
+    detached = next((n for n in match.side if ops_view.detaches(n)), None)
     if detached is not None:
         return f"{detached.name} cuts a gradient off (no_grad) that the operator would pass on", detached
     match.replacement = _replacement(match)
@@ -160,15 +160,16 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
     write = facts.write_between(first, facts.index[order[-1]], inputs + everything)
     if write is not None:
         return f"an in-place write ({write.name}) between its nodes may change its inputs", write
+    late = facts.argument_written_after(facts.index[order[-1]], inputs)
+    if late is not None and any(_needs_grad(n) for n in results):
+        return f"{late.name} writes in place into an input that the operator saves for its backward", late
     match.anchor = anchor
     return None, None
 
 
-def _detaches(node: Node) -> bool:
-    """Does a node looked through in front of an input stop gradients?  (A cast or `1 + s` under no_grad does.)"""
+def _needs_grad(node: Node) -> bool:
     v = ops_view.value(node)
-    before = [ops_view.value(n) for n in node.all_input_nodes]
-    return v is not None and not v.requires_grad and any(b is not None and b.requires_grad for b in before)
+    return v is not None and v.requires_grad
 
 
 def _replacement(match: Match) -> Replacement:
