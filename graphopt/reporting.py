@@ -65,7 +65,7 @@ class Why:
 
 
 def _reasons(report: Report) -> Iterator[Why]:
-    """Everything a report knows of norms and gates, one record each; a norm covered by a gate's kernel is listed too."""
+    """All a report knows of norms and gates, one record each; a norm covered by a gate's kernel is listed, too."""
     for p in (p for g in report.graphs for p in g.passes):
         for s in p.sites:
             yield Why(s.fqn, s.kind, s.node, s.where, s.status, s.rule, s.reason)
