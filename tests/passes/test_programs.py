@@ -138,7 +138,7 @@ def assert_worth_it(tally: Counter) -> None:
     assert tally["refused in fp64"] <= 0.02 * tally["programs"], tally
     rare = {"norm_modulates", "gate_norm_modulates", "residual_norm_modulate", "branch_norm_gate",
             "branch_norm_gate_norm", "branch_norm_gate_norm_modulate"}
-    for operators, least in (("norm_modulate gate_norm_modulate gate_norm gate_residual".split(), 8), (rare, 1)):
+    for operators, least in ((["norm_modulate", "gate_norm_modulate", "gate_norm", "gate_residual"], 8), (rare, 1)):
         missing = [o for o in operators if tally[o] < least]
         assert not missing, (missing, tally)
 

@@ -1,4 +1,4 @@
-"""What stands in front of an input and stops gradients is not looked through."""
+"""Found by random programs: gradients stopped in front of an input, sums cast between dtypes of equal width."""
 
 from __future__ import annotations
 
@@ -45,3 +45,19 @@ def test_no_gradient_is_invented(f) -> None:
         else:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert graphopt.report(compiled).count("modulate", "rewritten") == 1
+
+
+def test_a_sum_cast_between_dtypes_of_equal_width() -> None:
+    """fp16 + fp16, cast to bf16, normed: h is the bf16 value, for every reader."""
+
+    def f(x, branch, g, s, b):
+        h = (x + g * branch).to(torch.bfloat16)
+        return h, F.layer_norm(h, (8,)) * (1 + s) + b
+
+    inputs = [torch.randn(*shape).half() for shape in ((2, 5, 8), (2, 5, 8), (2, 1, 8), (2, 1, 8), (2, 1, 8))]
+    inputs[1] = inputs[0].sin()
+    compiled = torch.compile(lambda x, *rest: f(x, x.sin(), *rest), backend="graphopt", options=ALL)
+    got, want = compiled(inputs[0], *inputs[2:]), f(*inputs)
+    assert [t.dtype for t in got] == [t.dtype for t in want]
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert {k.operator for k in graphopt.report(compiled).kernels} == {"gate_norm_modulate"}
