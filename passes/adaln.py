@@ -86,7 +86,7 @@ class AdaLN:
             for match in found.matches:
                 key = f"{i}/{match.root.name}"
                 sites, rewritten = self.decide(match, context, record, failed.get(key))
-                record.sites += sites
+                record.sites += reversed(sites)  # all are reversed at the end
                 if rewritten:
                     chosen.append((match, sites))
                     placed.append((key, i, match))
@@ -226,10 +226,10 @@ def operator_for(match: Match, context: PassContext) -> Any:
 
 
 def needs_grad(match: Match) -> bool:
-    """Will this graph run a backward through the match?"""
-    if not torch.is_grad_enabled() or match.replacement is None:
+    """Will this graph run a backward through the match?  (Its result has no gradient under no_grad.)"""
+    if match.replacement is None:
         return False
-    values = [ops_view.value(n) for n in match.replacement.inputs.values() if n is not None]
+    values = [ops_view.value(n) for n in match.replacement.results]
     return any(v is not None and v.requires_grad for v in values)
 
 
