@@ -34,8 +34,7 @@ def render(report: Report, title: str, target: str | None = None, captured: Capt
     return environment.from_string(template).render(
         title=title, facts=_facts(report, target, captured), cards=_cards(report), notes=_notes(report, captured),
         site_groups=[_site_group(g, report) for g in text.site_groups(report.sites)],
-        alone_groups=[{"first": g[0], "title": joined(r.fqn for r in g), "members": g}
-                      for g in text.reject_groups(report.rejects)],
+        alone_groups=_alone(report),
         kernel_groups=[_kernel_row(g) for g in kernels], sources=_sources(report.kernels),
         graphs=graphs, changes=_changes(graphs), data=_data(graphs), short=short, kernel_name=kernel_name,
         css=_safe(css), js=_safe(js),
@@ -82,7 +81,7 @@ def _cards(report: Report) -> list[tuple[str, str]]:
     if eager:
         label = f"less memory traffic a step than the same ops in eager mode ({text.gib(eager)})"
         cards.append((text.gib(eager - fused), label))
-    cards.append((str(len(report.rejects)), "places left alone"))
+    cards.append((f"{len(report.rejects)} + {len(report.near_misses)}", "places refused, near misses"))
     return cards
 
 
@@ -104,6 +103,12 @@ def _site_group(group: list[Site], report: Report) -> dict[str, Any]:
         files_ |= dict.fromkeys(f for k in own for f in k.sources)
         members.append({"site": site, "graph": graph, "call": own[0].node if own else ""})
     return {"first": group[0], "title": joined(s.fqn for s in group), "members": members, "files": list(files_)}
+
+
+def _alone(report: Report) -> list[dict[str, Any]]:
+    groups = [(f"refused, rule {g[0].rule}", g) for g in text.reject_groups(report.rejects)]
+    near = [(f"no {g[0].kind}", g) for g in text.miss_groups(report.near_misses)]
+    return [{"what": what, "first": g[0], "title": joined(x.fqn for x in g), "members": g} for what, g in groups + near]
 
 
 def kernel_name(file: str) -> str:
