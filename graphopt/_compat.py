@@ -65,6 +65,32 @@ def inductor_mode_names() -> list[str]:
     return list(torch._inductor.list_mode_options())
 
 
+POST_GRAD = "post_grad_custom_post_pass"
+
+
+def post_grad_pass(change: Callable[[fx.Graph], Any], version: str, users: Any = None) -> Any:
+    """`change` as the value of Inductor's option POST_GRAD; `users` is the user's own pass, which runs after it.
+
+    version: names what `change` does; Inductor's cache of compiled graphs depends on it.  Without a version of the
+    user's pass (a plain callable has none) Inductor does not cache, as it does for that pass alone.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    theirs = [] if users is None else (list(users) if isinstance(users, (list, tuple)) else [users])
+
+    class PostGrad(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            change(graph)
+            for run in theirs:
+                run(graph)
+
+        def uuid(self) -> Any:
+            names = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in theirs]
+            return None if None in names else repr((version, names)).encode()
+
+    return PostGrad()
+
+
 MIX_ORDER = "triton.mix_order_reduction"
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graphopt import config as settings
-from graphopt.codegen.readiness import gpu_target
+from graphopt.codegen.compiler import gpu_target
 from graphopt.errors import ConfigError
 from graphopt.inspecting import answer, dot, nodes, page, text
 from graphopt.inspecting.capture import Captured, Graph, capture

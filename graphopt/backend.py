@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Mapping
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from torch import fx
@@ -14,7 +18,7 @@ from torch import fx
 from graphopt import _compat, reporting
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError
-from graphopt.passes import catalogue, pipeline
+from graphopt.passes import catalogue, freeing_order, pipeline
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.record import PassRecord
@@ -40,6 +44,10 @@ def graphopt(
     of_callable = reporting.current()
     of_callable.add(record)
     rewritten = rewrite(gm, config, record)
+    if config.compiler == "inductor" and any(site.status == "rewritten" for site in record.sites):
+        inductor_options[_compat.POST_GRAD] = _compat.post_grad_pass(
+            freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
+        )
     compiled = hand_over(rewritten, example_inputs, config, inductor_options)
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
     log.debug("%s", of_callable)
@@ -98,6 +106,12 @@ def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | N
 def passes() -> list[pipeline.Pass]:
     """The passes of a graph, in order."""
     return [Canonicalize(), AdaLN()]
+
+
+@cache
+def version(module: ModuleType) -> str:
+    """A hash of a module's source, for caches that depend on what it does."""
+    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:12]
 
 
 def hand_over(

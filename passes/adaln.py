@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
-from graphopt.codegen.form import OUTPUT_PARTS, decode_outputs
 from graphopt.errors import CodegenError, RewriteError, VerifyError
 from graphopt.passes import near_miss, ops_view, rewrite, source, traffic, verify
 from graphopt.passes.pipeline import PassContext, copy, nested
@@ -131,9 +130,8 @@ class AdaLN:
         replacement = match.replacement
         if replacement is None:
             raise ValueError("a match was not accepted")
-        missing = no_kernel(match)
-        if missing is not None:
-            return missing
+        if replacement.put is not None:
+            return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
         try:
             return readiness.check(operand_values(match), replacement.attributes, target, training=needs_grad(match))
         except CodegenError as error:
@@ -166,39 +164,6 @@ def _norms(match: Match) -> tuple[str, ...]:
     """The modules whose norms a match covers."""
     found = [match.get(name) for name in ("norm", "branch_norm")]
     return tuple(source.fqn(n) for n in found if n is not None)
-
-
-def no_kernel(match: Match) -> str | None:
-    """What the generated kernels do not do yet; the reference operators do all of it."""
-    replacement = match.replacement
-    if replacement is None:
-        raise ValueError("a match was not accepted")
-    attributes, inputs = replacement.attributes, replacement.inputs
-    if replacement.put is not None:
-        return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
-    if "rms_norm" in (attributes["norm"], attributes["branch_norm"]):
-        return "RMS norm: no kernel yet"
-    if attributes["branch_norm"] != "none":
-        return "a gate on a normed branch: no kernel yet"
-    if attributes["activation"] != "identity":
-        return f"a gate through {attributes['activation']}: no kernel yet"
-    if inputs["branch"] is not None and inputs["gate"] is None:
-        return "a residual without a gate: no kernel yet"
-    outputs = decode_outputs(attributes["outputs"])
-    if len(outputs) > 1:
-        return "one norm with several modulates: no kernel yet"
-    if outputs and "scale" in outputs[0] and "shift" not in outputs[0]:
-        return "a scale without a shift: no kernel yet"
-    if any("table" in name for name in inputs if inputs[name] is not None):
-        return "a table added to a factor: no kernel yet"
-    width = ops_view.value(match.root)
-    if width is None or not isinstance(width.shape[-1], int):
-        return "the width is not known at compile time: no kernel"
-    if match.shared:
-        return "one norm with several readers: no kernel that computes it once yet"
-    if replacement.layouts:
-        return "layout: the result is transposed in memory, and kernels write rows"
-    return None
 
 
 def _fake(match: Match, name: str, node: Node) -> torch.Tensor | None:
@@ -262,17 +227,18 @@ def _kernels(
         raise ValueError("a match was not accepted")
     # the backward of a user's function is torch's business
     training = match.rule.function is None and needs_grad(match)
-    files: list[str] = []
+    files: dict[str, str] = {}
     if target != "reference" and match.rule.function is None:
         specs = readiness.specs(operand_values(match), replacement.attributes, training)
-        files = [listing.kernel_file(s).name for s in specs]
+        files = {listing.kernel_file(s).name: str(readiness.compile_for(s, target)) for s in specs}
     placed = tuple(n.name for n in match.created if n in left)
     out = []
     for direction in ("backward", "forward") if training else ("forward",):
-        mine = tuple(f for f in files if f"_{direction}_" in f)
+        mine = tuple(f for f in files if ("_backward_" in f) == (direction == "backward"))
         bytes_ = Traffic(moved[0][direction], moved[1][direction])
         out.append(Kernel(replacement.fusion, match.rule.name, direction, tuple(sites), match.call.name,
-                          tuple(n.name for n in gone), placed, mine, bytes_))
+                          tuple(n.name for n in gone), placed, mine,
+                          tuple(files[f] for f in mine), bytes_))
     return out
 
 
@@ -280,8 +246,7 @@ def operand_values(match: Match) -> dict[str, torch.Tensor | None]:
     """The (fake) operands of a match's operator by name, as the operator gets them."""
     if match.replacement is None:
         raise ValueError("a match was not accepted")
-    values = {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
-    return values | {n: values.get(n) for n in OUTPUT_PARTS}
+    return {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
 
 
 def _shape(node: Node) -> tuple[int | str, ...]:

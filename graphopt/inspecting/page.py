@@ -120,7 +120,7 @@ def _kernel_row(group: list[Kernel]) -> dict[str, Any]:
     k = group[0]
     fused, eager = (sum(getattr(x.traffic, n) for x in group if x.traffic) for n in ("fused", "op_by_op"))
     return {"calls": len(group), "operator": k.operator, "direction": k.direction, "files": k.sources,
-            "fused": text.gib(fused), "eager": text.gib(eager)}
+            "resources": k.resources, "fused": text.gib(fused), "eager": text.gib(eager)}
 
 
 def _sources(kernels: Iterable[Kernel]) -> dict[str, str]:

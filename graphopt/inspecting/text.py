@@ -123,7 +123,7 @@ def kernels(found: list[Kernel]) -> list[str]:
         k = group[0]
         line = f"  {len(group):4d} {k.operator} {k.direction}"
         if k.sources:
-            line += f"  {', '.join(k.sources)}"
+            line += "".join(f"\n       {f}  {r}" for f, r in zip(k.sources, k.resources))
         lines.append(line)
     fused, eager = (sum(getattr(k.traffic, key) for k in found if k.traffic) for key in ("fused", "op_by_op"))
     if eager:

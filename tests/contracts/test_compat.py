@@ -144,3 +144,23 @@ def test_graphs_call_the_overload_of_a_custom_operator() -> None:
 
     assert _compat.graph_target(twice) is torch.ops.graphopt_tests.twice.default
     assert _compat.graph_target(torch.sin) is torch.sin
+
+
+def test_post_grad_pass_runs_on_both_graphs_and_keys_the_cache() -> None:
+    """Inductor calls the pass of its option on the forward and on the backward, then the user's own."""
+    seen: list[str] = []
+
+    def ours(graph) -> None:
+        seen.append("ours")
+
+    def theirs(graph) -> None:
+        seen.append("theirs")
+
+    make = _compat.post_grad_pass
+    assert make(ours, "1").uuid() != make(ours, "2").uuid()
+    assert make(ours, "1", theirs).uuid() is None  # a plain callable has no version: not cached
+    options = {_compat.POST_GRAD: make(ours, "contract", theirs)}
+    f = torch.compile(lambda x, w: (x @ w).sin().sum(), options=options)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    f(x, w).backward()
+    assert seen == ["ours", "theirs"] * 2
