@@ -263,7 +263,8 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     from torch._logging import trace_structured
 
     # not inside a compile when `graphopt doctor` asks
-    trace_structured("artifact", expect_trace_id=False, metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload)
+    about = {"name": name, "encoding": "json"}
+    trace_structured("artifact", expect_trace_id=False, metadata_fn=lambda: about, payload_fn=payload)
 
 
 def inductor_cache_folder() -> str:

@@ -1,4 +1,4 @@
-"""`graphopt doctor`: what this machine and this torch are, and what would not work.  Text to paste into a bug report."""
+"""`graphopt doctor`: what this machine and this torch are, and what would not work: text for a bug report."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def _kernels() -> Iterator[Finding]:
         found = compiler.shared().compile(unit, target)
         yield Finding("kernels", f"{unit.function} for {target}", str(found))
     except (GraphoptError, OSError) as error:
-        yield Finding("kernels", f"{unit.function} for {target}", "does not compile", " ".join(str(error).split())[:300])
+        problem = " ".join(str(error).split())[:300]
+        yield Finding("kernels", f"{unit.function} for {target}", "does not compile", problem)
 
 
 def _caches() -> Iterator[Finding]:
@@ -176,7 +177,8 @@ def text(found: list[Finding]) -> str:
         if f.section != section:
             section = f.section
             lines.append(section)
-        lines.append(f"  {'!!' if f.problem else '  '} {f.name}: {f.value}" + (f"\n       {f.problem}" if f.problem else ""))
+        lines.append(f"  {'!!' if f.problem else '  '} {f.name}: {f.value}")
+        lines += [f"       {f.problem}"] if f.problem else []
     bad = [f for f in found if f.problem]
     lines.append("" if not bad else f"\n{len(bad)} problem{'s' * (len(bad) != 1)}: " + ", ".join(f.name for f in bad))
     return "\n".join(lines).rstrip() if bad else "\n".join([*lines, "no problem found"])

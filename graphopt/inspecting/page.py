@@ -143,7 +143,21 @@ def _changes(graphs: list[Graph]) -> list[dict[str, Any]]:
             head = f"graph {i}: {record.name}" if len(graphs) > 1 else record.name
             out.append({"title": head, "note": f"{record.nodes_before} → {record.nodes_after} nodes", "changes": found,
                         "before": before_name, "after": record.name})
-            before, before_name = after, record.name
+            if _changed(before, after):
+                before, before_name = after, record.name
+    return out
+
+
+def _changed(before: fx.GraphModule, after: fx.GraphModule) -> bool:
+    return rows(before) != rows(after)
+
+
+def _stages(graph: Graph) -> dict[str, fx.GraphModule]:
+    """The graph before, and after each pass that changed it."""
+    out = {"before": graph.before}
+    for name, gm in graph.stages.items():
+        if _changed(list(out.values())[-1], gm):
+            out[name] = gm
     return out
 
 
@@ -171,7 +185,7 @@ def _data(graphs: list[Graph]) -> dict[str, Any]:
 
     made = []
     for g in graphs:
-        stages = {"before": stage(g.before), **{name: stage(gm) for name, gm in g.stages.items()}}
+        stages = {name: stage(gm) for name, gm in _stages(g).items()}
         ended = f"{g.ended[0]} ({short(g.ended[1])})" if g.ended else ""
         made.append({"name": g.record.compile_id, "stages": stages, "ended": ended})
     return {"graphs": made, "words": list(words)}

@@ -241,9 +241,6 @@ def test_capture_settings_are_put_back() -> None:
 def test_disabled_and_error_lines() -> None:
     assert _compat_capture.is_disabled(torch.compiler.disable(lambda x: x))
     assert not _compat_capture.is_disabled(torch.nn.Linear(2, 2))
-    try:
+    with pytest.raises(Exception, match="mat") as caught:
         torch.compile(lambda x: x @ torch.ones(3, 3), backend="eager")(torch.ones(2, 2))
-    except Exception as error:
-        assert _compat_capture.error_line(error).startswith(__file__)
-    else:
-        raise AssertionError
+    assert _compat_capture.error_line(caught.value).startswith(__file__)

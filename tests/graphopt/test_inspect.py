@@ -123,6 +123,16 @@ def test_equal_blocks_are_folded() -> None:
     assert nodes.joined(["a.3.x", "a.1.x", "a.2.x", "a.7.x", "b"]) == "a.1..3,7.x, b"
 
 
+def test_blocks_that_a_kernel_reaches_across_are_folded_too() -> None:
+    seen = graphopt.inspect(Stack(7), *operands(), options={"graphopt.select": "all"})
+    assert any(s.rule == "gate_norm_modulate" for s in seen.report.sites)
+    found = list(nodes.sections(nodes.rows(seen.graph("after"))))
+    assert len(found) <= 8
+    assert max(len(s.same) for s in found) >= 4
+    for s in found:
+        assert all(len(o.rows) == len(s.rows) for o in s.same)
+
+
 def test_sections_hold_every_row_once(wan) -> None:
     rows = nodes.rows(wan.graph("after"))
     held = [r.name for s in nodes.sections(rows) for part in (s, *s.same) for r in part.rows]
