@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
+    from graphopt.loading.accumulate import accumulate
+    from graphopt.loading.loader import PlanLoader
+    from graphopt.loading.microbatch import MicrobatchInfo
+    from graphopt.loading.sampler import PlanBatchSampler
     from graphopt.passes.catalogue import register_rule, unregister_rule
     from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
@@ -44,6 +48,10 @@ _HOME = {
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
     # plan
+    "MicrobatchInfo": "graphopt.loading.microbatch",
+    "PlanBatchSampler": "graphopt.loading.sampler",
+    "PlanLoader": "graphopt.loading.loader",
+    "accumulate": "graphopt.loading.accumulate",
     "Plan": "graphopt.schedule.plan",
     "fit_cost": "graphopt.schedule.fitting",
     "fit_memory": "graphopt.schedule.fitting",
@@ -57,9 +65,13 @@ __all__ = [
     "Config",
     "GraphoptError",
     "Inspection",
+    "MicrobatchInfo",
     "Plan",
+    "PlanBatchSampler",
+    "PlanLoader",
     "Report",
     "Rule",
+    "accumulate",
     "check",
     "configure",
     "fit_cost",
@@ -77,6 +89,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "dsa":
+        return import_module("graphopt.dsa")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'graphopt' has no attribute {name!r}")

@@ -244,6 +244,13 @@ def every_size_its_own_symbol() -> Iterator[None]:
         yield
 
 
+def default_store() -> Any:
+    """The key-value store that the default process group was made with."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def floor_div_and_max() -> tuple[Any, Any]:
     """The sympy functions torch writes sizes with."""
     from torch.utils._sympy.functions import FloorDiv, Max

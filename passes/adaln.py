@@ -14,7 +14,7 @@ from torch.fx import Node
 from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
 from graphopt.errors import CodegenError, RewriteError, VerifyError
-from graphopt.passes import near_miss, ops_view, rewrite, source, traffic, verify
+from graphopt.passes import near_miss, ops_view, rewrite, source, tables, traffic, verify
 from graphopt.passes.pipeline import PassContext, copy, nested
 from graphopt.passes.record import Checked, Kernel, PassRecord, Prediction, Reject, Site, Traffic
 from graphopt.passes.rule import Match, Rule
@@ -90,9 +90,13 @@ class AdaLN:
                     chosen.append((match, sites))
                     placed.append((key, i, match))
             if chosen:
+                folds = self.fold_tables(g, [m for m, _ in chosen], context, record)
                 # before nodes are erased: they have no operands left then
                 bytes_ = [(traffic.fused(m), traffic.op_by_op(m.core)) for m, _ in chosen]
                 became |= rewrite.apply(g, [m for m, _ in chosen], lambda m: operator_for(m, context))
+                if folds:
+                    tables.sweep(g.graph, folds)
+                    g.recompile()
                 left = set(g.graph.nodes)
                 for (match, sites), moved in zip(chosen, bytes_):
                     gone = sorted({*match.core, *match.side} - left, key=match.facts.index.__getitem__)
@@ -110,7 +114,8 @@ class AdaLN:
             if context.select == "profitable":
                 reason = "no GPU or no Triton: the operator is plain torch, Inductor is faster (select='all' forces it)"
         else:
-            reason = self.unbuilt(match, device, context, record)
+            reason = better_left(match) if context.select == "profitable" else None
+            reason = reason or self.unbuilt(match, device, context, record)
             if reason is None:
                 prediction = predict(match)
                 if context.select == "profitable" and prediction.graphopt_us > prediction.inductor_us:
@@ -125,13 +130,24 @@ class AdaLN:
         ]
         return sites, reason is None
 
+    def fold_tables(
+        self, g: fx.GraphModule, chosen: list[Match], context: PassContext, record: PassRecord
+    ) -> list[tables.Fold]:
+        """Take `table + embedding` into the operators that can add them (see tables.py)."""
+        folds = tables.plan(chosen)
+        before = {id(f.match): f.match.replacement for f in folds}
+        tables.apply(g.graph, folds)
+        for fold in folds:
+            match, target = fold.match, target_of(fold.match, context)
+            if target != "reference" and self.unbuilt(match, target, context, record) is not None:
+                match.replacement = before[id(match)]
+        return folds
+
     def unbuilt(self, match: Match, target: str, context: PassContext, record: PassRecord) -> str | None:
         """Why the kernels of a match cannot be used on a GPU, or None.  A kernel that fails to compile warns once."""
         replacement = match.replacement
         if replacement is None:
             raise ValueError("a match was not accepted")
-        if replacement.put is not None:
-            return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
         try:
             return readiness.check(operand_values(match), replacement.attributes, target, training=needs_grad(match))
         except CodegenError as error:
@@ -164,6 +180,17 @@ def _norms(match: Match) -> tuple[str, ...]:
     """The modules whose norms a match covers."""
     found = [match.get(name) for name in ("norm", "branch_norm")]
     return tuple(source.fqn(n) for n in found if n is not None)
+
+
+def better_left(match: Match) -> str | None:
+    """Why a site that has kernels is still faster left to Inductor, where the cost model does not know it."""
+    if match.replacement is not None and match.replacement.put is not None:
+        return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
+    if match.shared:
+        return "one norm with several readers: a kernel would compute it again"
+    if match.replacement is not None and match.replacement.layouts:
+        return "layout: the result is transposed in memory; kernels write rows, the compiler writes it in place"
+    return None
 
 
 def _fake(match: Match, name: str, node: Node) -> torch.Tensor | None:

@@ -61,7 +61,7 @@ def _put(
             if key in match.root.meta:
                 last.meta.setdefault(key, match.root.meta[key])
     match.created = created
-    match.call = next((n for n in created if n.target is operator), None)
+    match.call = next((n for n in created if n.target in (operator, _compat.graph_target(operator))), None)
     for old, new in laid.items():
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)

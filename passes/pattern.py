@@ -333,7 +333,7 @@ class Either(Pattern):
     """The first alternative that fits, then the others."""
 
     def __init__(self, *options: Pattern) -> None:
-        self.options = [o for p in options for o in (p.options if isinstance(p, Either) else [p])]
+        self.options: list[Pattern] = [o for p in options for o in (p.options if isinstance(p, Either) else [p])]
         self.is_input = all(p.is_input for p in self.options)
         # by canonical name: what an alternative can end in (None: anything), so that most are not even tried
         self.ends = [frozenset(p.roots()) or None for p in self.options]

@@ -29,8 +29,8 @@ from graphopt.passes.rule import Match, Replacement, Rule, narrowing_tail
 
 __all__ = ["Found", "Match", "Replacement", "Rule", "apply", "find"]
 
-# the rule that asks nothing but whether something is a site of a kind
-SMALLEST = {"modulate": "norm_modulate", "gate": "gate_residual"}
+# the rules that ask nothing but whether something is a site of a kind
+SMALLEST = {"modulate": ("norm_modulate",), "gate": ("gate_residual", "gate_residual_joined")}
 
 
 @dataclass
@@ -118,7 +118,7 @@ def _remember(found: Found, node: Node, rule: Rule, reason: str) -> None:
     """Keep one reason for each node and kind: of the smallest fusion, with its operands in their places if possible."""
     for kind, smallest in SMALLEST.items():
         key = (node, kind)
-        if rule.name == smallest and (key not in found.look_alikes or isinstance(found.look_alikes[key], Misfit)):
+        if rule.name in smallest and (key not in found.look_alikes or isinstance(found.look_alikes[key], Misfit)):
             found.look_alikes[key] = reason
 
 

@@ -16,6 +16,27 @@ def test_inductor_compile_takes_options_by_keyword() -> None:
     assert list(inspect.signature(torch._inductor.compile).parameters)[:3] == ["gm", "example_inputs", "options"]
 
 
+def test_default_store_keeps_values_and_waits(tmp_path) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        store = _compat.default_store()
+        store.set("a", "1")
+        store.wait(["a"], timedelta(seconds=1))
+        assert store.get("a") == b"1"
+        assert store.check(["a"])
+        assert not store.check(["b"])
+        assert store.add("n", 1) == 1
+        assert store.add("n", 0) == 1
+        with pytest.raises((RuntimeError, dist.DistError)):
+            store.wait(["b"], timedelta(milliseconds=200))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_modes_and_options() -> None:
     assert {"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"} <= set(_compat.inductor_mode_names())
     assert _compat.inductor_mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
@@ -137,15 +158,6 @@ def test_aot_autograd_hands_over_the_joint_graph() -> None:
     assert len(joints) == 1
 
 
-def test_graphs_call_the_overload_of_a_custom_operator() -> None:
-    @torch.library.custom_op("graphopt_tests::twice", mutates_args=())
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    assert _compat.graph_target(twice) is torch.ops.graphopt_tests.twice.default
-    assert _compat.graph_target(torch.sin) is torch.sin
-
-
 def test_post_grad_pass_runs_on_both_graphs_and_keys_the_cache() -> None:
     """Inductor calls the pass of its option on the forward and on the backward, then the user's own."""
     seen: list[str] = []
@@ -244,3 +256,12 @@ def test_disabled_and_error_lines() -> None:
     with pytest.raises(Exception, match="mat") as caught:
         torch.compile(lambda x: x @ torch.ones(3, 3), backend="eager")(torch.ones(2, 2))
     assert _compat_capture.error_line(caught.value).startswith(__file__)
+
+
+def test_graphs_call_the_overload_of_a_custom_operator() -> None:
+    @torch.library.custom_op("graphopt_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert _compat.graph_target(twice) is torch.ops.graphopt_tests.twice.default
+    assert _compat.graph_target(torch.sin) is torch.sin
