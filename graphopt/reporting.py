@@ -39,6 +39,10 @@ class GraphRecord:
     calls: int = 0
     notes: list[str] = field(default_factory=list)
 
+    def to_json(self) -> str:
+        """The record of this graph as JSON."""
+        return json.dumps({"version": VERSION, **asdict(self)})
+
     @property
     def sites(self) -> list[Site]:
         """Its sites, in graph order."""
