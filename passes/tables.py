@@ -81,7 +81,8 @@ def sweep(graph: fx.Graph, folds: list[Fold]) -> None:
 def _ordered(replacement: Replacement, inputs: dict[str, Node | None]) -> Replacement:
     """The replacement with other inputs: parts in their order, `outputs` to match."""
     single = {n: inputs[n] for n in OPERANDS}
-    outputs, parts = replacement.attributes["outputs"].split(), {}
+    outputs = replacement.attributes["outputs"].split()
+    parts: dict[str, Node | None] = {}
     words: list[list[str]] = []
     for i in range(len(outputs)):
         named = {p: inputs.get(p if i == 0 else f"{p}.{i}") for p in OUTPUT_PARTS}
