@@ -170,9 +170,17 @@ def test_c04_ddp_in_both_orders(one_process) -> None:
     got = step(outside, list(block.parameters()), x, t)
     assert gap(got, step(block, list(block.parameters()), x, t)) <= 1e-5
     # torch 2.13 hands the module over once, 2.14 does not on CPU: either way `check` tells
-    try:
-        report = graphopt.check(outside, {"modulate": 2, "gate": 2}, what="rewritten")
-    except graphopt.CheckFailed as error:
-        assert "torch never called the backend" in str(error)
+    if any(graphs := getattr(_report_of(outside), "graphs", [])):
+        assert {k.direction for k in graphopt.check(outside, {"modulate": 2, "gate": 2}, what="rewritten").kernels} == {
+            "forward", "backward"}
+        assert len(graphs) == 1
     else:
-        assert {k.direction for k in report.kernels} == {"forward", "backward"}
+        with pytest.raises(graphopt.CheckFailed, match="torch never called the backend"):
+            graphopt.check(outside)
+
+
+def _report_of(compiled):
+    try:
+        return graphopt.report(compiled)
+    except graphopt.GraphoptError:
+        return None
