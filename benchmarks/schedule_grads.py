@@ -44,9 +44,9 @@ def build(device: torch.device, layers: int, width: int, text_dim: int, system: 
             in_channels=16, out_channels=16, text_dim=text_dim,
         )  # fmt: skip
     if system != "eager":
-        options = {"graphopt.compiler": system} if system != "graphopt" else {}
+        options = {"graphopt.select": "all"} | ({"graphopt.compiler": system} if system != "graphopt" else {})
         for block in model.blocks:
-            block.compile(backend="graphopt", dynamic=True, options=options or None)
+            block.compile(backend="graphopt", dynamic=True, options=options)
     return model
 
 

@@ -104,7 +104,7 @@ def plan(
     from graphopt.schedule.planner import plan_batches
     from graphopt.schedule.tables import read_table
 
-    cost, memory_bytes = source.cost(ranks)
+    cost, memory_bytes = source.cost(ranks, sync)
     samples = source.samples()
     limits = None if table is None else read_table(table).limits(samples.shapes, source.layout)
     carried: list[int] = []

@@ -61,13 +61,14 @@ class Source:
         assert self.manifest is not None
         return read_samples(self.manifest, layout=self.layout, caption_bin=self.caption_bin)
 
-    def cost(self, ranks: int) -> tuple[CostFit, float | None]:
-        """(cost model, memory limit in bytes) for this many ranks."""
+    def cost(self, ranks: int, sync: str = "step") -> tuple[CostFit, float | None]:
+        """(cost model, memory limit in bytes) for this many ranks; parameters are sharded with sync "microbatch"."""
         from graphopt.schedule import options
 
         return options.cost(
-            self.fit_file, self.model, self.gpu, self.remat, ranks, self.m_mem, self.memory_gib, compiled=not self.eager
-        )
+            self.fit_file, self.model, self.gpu, self.remat, ranks, self.m_mem, self.memory_gib,
+            compiled=not self.eager, sharded=sync == "microbatch",
+        )  # fmt: skip
 
 
 def takes_source(command: Callable[..., None]) -> Callable[..., None]:

@@ -165,8 +165,8 @@ def _with_floor(jacobian: np.ndarray, seconds: np.ndarray, order: np.ndarray) ->
         found = _relative_nnls(jacobian[rest], seconds[rest]), float(1 / np.mean(1 / seconds[small]))
         if misfit(*found) < lowest:
             lowest, candidate = misfit(*found), found
-    # One more parameter has to pay for itself, and more: Akaike's difference above 6.
-    if lowest < np.inf and 2 * n * np.log(plain / lowest) - 2 > 6:
+    # One more parameter has to pay for itself, and more: Akaike's difference above 4.
+    if lowest < np.inf and 2 * n * np.log(plain / lowest) - 2 > 4:
         best = candidate
     return best
 

@@ -62,6 +62,7 @@ def analytic_fit(
     remat: str = "full",
     compiled: bool = True,
     data_parallel: int = 1,
+    sharded: bool = False,
     fixed_s: float = 0.0,
     step_overhead_s: float = 0.0,
 ) -> CostFit:
@@ -73,6 +74,7 @@ def analytic_fit(
         compiled: Inductor (or graphopt) fuses elementwise work; eager moves every byte and launches every op.
         data_parallel: ranks that share the optimizer state (12 bytes per parameter over this many; bf16 weights and
             gradients whole on each rank, as FSDP2 keeps them between microbatches).
+        sharded: parameters and gradients are spread over the ranks as well and gathered a layer at a time (ZeRO-3).
         fixed_s, step_overhead_s: seconds per microbatch and per step beside the model's work.
 
     Returns:
@@ -99,8 +101,11 @@ def analytic_fit(
         "theta_1": 1 / gpu.attention_flops,
         "theta_2": 1 / gpu.bandwidth,
     }
-    memory = _memory(model, remat, data_parallel)
-    key = {"model": model.name, "gpu": gpu.name, "gpu_figures": gpu.origin, "remat": remat, "compiled": compiled}
+    memory = _memory(model, remat, data_parallel, sharded)
+    key = {
+        "model": model.name, "gpu": gpu.name, "gpu_figures": gpu.origin, "remat": remat, "compiled": compiled,
+        "sharded": sharded,
+    }  # fmt: skip
     draft = CostFit(
         "symbolic",
         coefficients,
@@ -117,10 +122,12 @@ def analytic_fit(
     return CostFit(**{**draft.__dict__, "p": p, "m_comp": float(tokens[-1]) ** p})
 
 
-def _memory(model: ModelCost, remat: str, data_parallel: int) -> MemoryModel:
+def _memory(model: ModelCost, remat: str, data_parallel: int, sharded: bool) -> MemoryModel:
     """m0 + m1 * B * S + m2 * B * L: state, kept activations, and one layer in flight."""
     parameters = float(model.total.parameter_bytes) / 2
     m0 = parameters * (2 + 2 + 12 / data_parallel)
+    if sharded:  # two layers are whole at a time: the one at work and the one being gathered
+        m0 = parameters * 16 / data_parallel + 2 * 2 * float(model.layer.parameter_bytes)
     if remat == "full":
         kept = model.rest.saved_bytes + model.layer.saved_bytes
         boundary = 2 * model.width * model.layers

@@ -182,6 +182,7 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         o["tail"],
         o["seed"],
         o["epoch"],
+        _advice(fit, o),
     )
     warnings = []
     if o["policy"] == "step_balanced" and not slots_mode and o["tau"] < 1.3:
@@ -210,6 +211,16 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         "subset": o["only"] is not None,
     }
     return problem, more
+
+
+def _advice(fit: CostFit, o: dict[str, Any]) -> str:
+    """Where the memory goes, if most of it is not the samples'."""
+    if fit.memory is None or o["memory_bytes"] is None or fit.memory.m0 < 0.3 * o["memory_bytes"]:
+        return ""
+    share = f"; {fit.memory.m0 / 2**30:.0f} of {o['memory_bytes'] / 2**30:.0f} GiB are parameters, gradients and state"
+    if fit.source == "symbolic" and o["sync"] == "step":
+        share += ', which sync="microbatch" (ZeRO-3) and more ranks spread out'
+    return share
 
 
 def _limits(

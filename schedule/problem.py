@@ -32,6 +32,7 @@ class Problem:
         microbatches: K, where the policy or the mode fixes it.
         slots: every microbatch is a barrier (ZeRO-3, pipelines), so K is equal on all ranks.
         tail: "carry", "drop" or "pad".
+        advice: what else may help where samples do not fit.
     """
 
     samples: Samples
@@ -50,6 +51,7 @@ class Problem:
     tail: str
     seed: int
     epoch: int
+    advice: str = ""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -71,6 +73,7 @@ class Problem:
 
     def refuse_oversize(self) -> None:
         """Raise if some sample does not fit alone (or, with allowed batch sizes, in the smallest of them)."""
+        remedy = "raise m_mem, use sequence parallelism (sp=2, 4, ...), or remove these samples; they are never cut or "
         present = np.zeros(len(self.cap), bool)
         present[np.unique(self.samples.shape_id[self.rows])] = True
         bad = np.flatnonzero(present & (self.cap < self.atom))
@@ -86,9 +89,7 @@ class Problem:
             f"{shown}{', ...' if len(rows) > 10 else ''}",
             where=f"{self.samples.where}; buckets {shapes}{', ...' if len(bad) > 5 else ''}; the largest sample has "
             f"{self.tokens[worst]} tokens",
-            remedy="raise m_mem, use sequence parallelism (sp=2, 4, ...), or remove these samples; "
-            "they are never cut or "
-            "run over the cap",
+            remedy=remedy + "run over the cap" + self.advice,
         )
 
 

@@ -27,7 +27,8 @@ _last: WeakKeyDictionary[torch.nn.Module, MicrobatchInfo] = WeakKeyDictionary()
 def accumulate(
     model: torch.nn.Module | Sequence[torch.nn.Module], mb: MicrobatchInfo, *, reshard: bool | None = None
 ) -> Iterator[None]:
-    """Run one microbatch's forward and backward; gradients are reduced with the step's last one on each rank.
+    """Run one microbatch's forward and backward; gradients are reduced with the step's last one on each rank (with
+    `reshard`, at each one).
 
     Args:
         model: wrapped by `fully_shard` (FSDP2) or DistributedDataParallel, compiled or not; a plain module is left
@@ -69,7 +70,8 @@ def accumulate(
 
 def _fsdp2(part: FSDPModule, mb: MicrobatchInfo, free: bool) -> None:
     """Set one sharded module up for this microbatch."""
-    part.set_requires_gradient_sync(mb.last, recurse=False)
+    # Where parameters are freed between microbatches, gradients are too: they accumulate in shards.
+    part.set_requires_gradient_sync(mb.last or free, recurse=False)
     if free:
         return
     if mb.first:

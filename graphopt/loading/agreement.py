@@ -28,7 +28,7 @@ def world() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
-def agree(facts: Callable[[], dict[str, Any]], *, timeout_s: float = 120.0) -> None:
+def agree(facts: Callable[[], dict[str, Any]], *, timeout_s: float = 600.0) -> None:
     """Raise the same error on every rank unless all ranks' facts are equal.
 
     Args:

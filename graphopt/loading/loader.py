@@ -42,7 +42,8 @@ class PlanLoader:
         record: JSON lines file to which replacements are appended (one per rank); they are logged and in
             `loader.replaced` as well.
         max_replaced: share of a rank's samples that may be replaced before the loader gives up (at least 10 may).
-        manifest: the metadata file; if given, the plan must have been made for it (`Plan.check_dataset`).
+        manifest: the metadata file (or `Samples`, where layout or caption_bin are not the default); if given, the plan
+            must have been made for it.
         dataset_id: any text that names the data set; ranks compare it, beside its length.
         device: moves tensors of the batch there, without blocking where they are pinned.
         loader_class: what fetches, e.g. torchdata's StatefulDataLoader.
@@ -73,7 +74,7 @@ class PlanLoader:
         dataset_id: str | None = None,
         device: str | torch.device | None = None,
         loader_class: type[DataLoader] = DataLoader,
-        timeout_s: float = 120.0,
+        timeout_s: float = 600.0,
         **options: Any,
     ) -> None:
         taken = {"batch_sampler", "batch_size", "shuffle", "sampler", "drop_last"} & set(options)

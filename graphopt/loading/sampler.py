@@ -38,7 +38,8 @@ class PlanBatchSampler(Sampler[list[int]]):
         rank: this process; from the process group, or RANK, or 0, if None.
         weight: what a loss counts per: "token" (`loss_scale` expects the sum over tokens), or "sample" (the sum over
             samples of each one's mean).
-        reduce_size: ranks over which the gradient reduction averages (DDP and FSDP2: all, the default); 1 if it sums.
+        reduce_size: ranks over which the gradient reduction averages (DDP and FSDP2: all, the default; with sequence
+            parallelism each rank's loss is then the sum over its part of the sequence); 1 if it sums.
         first_step: optimizer steps the trainer has done before.
         timeout_s: how long the comparison of ranks waits for one that does not report.
 
@@ -55,7 +56,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         weight: str = "token",
         reduce_size: int | None = None,
         first_step: int = 0,
-        timeout_s: float = 120.0,
+        timeout_s: float = 600.0,
     ) -> None:
         if weight not in WEIGHTS:
             raise ConfigError(f"unknown weight {weight!r}", remedy=f"use one of {', '.join(WEIGHTS)}")
@@ -66,6 +67,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         self._position: Position | None = None
         self._error: Exception | None = None
         self._iteration = 0
+        self._compared = False
         try:
             self._place()
         except Exception as e:
@@ -111,6 +113,7 @@ class PlanBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Stand at the start of an epoch; nothing happens if the job is in it already (after a resume, or because a
         finished iteration moves on by itself)."""
+        self._compared = self._compared and epoch == self.epoch
         self._place().set_epoch(epoch)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
@@ -122,6 +125,7 @@ class PlanBatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; with another world size, re-plan what is left of the epoch."""
+        self._compared = False
         self._place().restore(state)
 
     def facts(self) -> dict[str, Any]:
@@ -145,12 +149,12 @@ class PlanBatchSampler(Sampler[list[int]]):
         return int(((p.plan.column("rank") == group) & (p.plan.column("step") >= p.start)).sum())
 
     def __iter__(self) -> PlanIterator:
-        self.compare(self._now)
+        # Later epochs follow from what was compared; a rank that is late then waits for the others as anywhere else.
+        if not self._compared:
+            self.compare(lambda: {"plan of this epoch": self.plan.hash})
+            self._compared = True
         self._iteration += 1
         return PlanIterator(self, self._iteration)
-
-    def _now(self) -> dict[str, Any]:
-        return {"plan of this epoch": self.plan.hash}
 
     def microbatches(self, iteration: int = 0) -> Iterator[MicrobatchInfo]:
         """This rank's microbatches from the current position to the end of the epoch."""

@@ -95,7 +95,7 @@ CASES = [  # counts per rank, wrapper, weight, compiled with graphopt
 
 def wrapped(wrap, compile):
     model = build()
-    options = {"graphopt.compiler": "aot_eager"}
+    options = {"graphopt.compiler": "aot_eager", "graphopt.select": "all"}
     if wrap == "ddp":
         if compile:
             model.compile(backend="graphopt", options=options, dynamic=True)
@@ -114,6 +114,7 @@ def train(rank, folder):
         model = wrapped(wrap, compile)
         opt = torch.optim.SGD(model.parameters(), lr=0.05)
         found = []
+        torch._dynamo.reset()
         for step in microbatches(counts, STEPS, "microbatch" if wrap == "zero3" else "step", weight):
             for mb, x, temb in step[rank]:
                 with graphopt.accumulate(model, mb):
@@ -122,6 +123,10 @@ def train(rank, folder):
             found.append({n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, g in grads.items()})
             opt.step()
             opt.zero_grad()
+        if compile:
+            sites = graphopt.last_report()
+            assert sites.count("modulate", what="rewritten") >= 1
+            assert sites.count("gate", what="rewritten") >= 1
         torch.save(found, f"{folder}/{rank}-{i}.pt")
     dist.destroy_process_group()
 

@@ -146,11 +146,12 @@ def test_killed_at_random_moments_the_job_goes_on_exactly(folder, world, tmp_pat
     context = multiprocessing.get_context("fork")
     rng = random.Random(workers)
     straight = tmp_path / "straight"
-    trainer(folder, 0, straight, tmp_path / "unused", 0, 2)
+    rank = 1 if workers else 0
+    trainer(folder, rank, straight, tmp_path / "unused", 0, 2)
     expected = {(e, s, k): rows for e, s, k, rows in whole_lines(straight)}
     log, checkpoint, kills = tmp_path / "log", tmp_path / "checkpoint.json", 0
     while kills < 10:  # ten with workers and ten without
-        p = context.Process(target=trainer, args=(folder, 0, log, checkpoint, workers, 2))
+        p = context.Process(target=trainer, args=(folder, rank, log, checkpoint, workers, 2))
         p.start()
         p.join(rng.uniform(0.05, 0.25))
         if p.exitcode is None:
@@ -159,7 +160,7 @@ def test_killed_at_random_moments_the_job_goes_on_exactly(folder, world, tmp_pat
         p.join()
         if p.exitcode == 0:  # it finished before it was killed: once more from somewhere
             checkpoint.unlink()
-    trainer(folder, 0, log, checkpoint, workers, 2)
+    trainer(folder, rank, log, checkpoint, workers, 2)
     got = {}
     for e, s, k, rows in whole_lines(log):
         assert got.setdefault((e, s, k), rows) == rows  # a repeated microbatch is the same one
