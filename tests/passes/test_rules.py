@@ -186,7 +186,7 @@ NEAR = {  # what it is: (form of x, s, t), the reason that `why` gives
     "unbiased": (lambda x, s, t: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6) * (1 + s)
                  + t, ""),
     "another mean": (lambda x, s, t: (x - t) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-6) * (1 + s), ""),
-    "shift alone": (lambda x, s, t: ln(x) + t, "expected mul"),
+    "shift alone": (lambda x, s, t: ln(x) + t, "a shift without a scale is left to the compiler"),
     "no scale": (lambda x, s, t: ln(x) @ torch.eye(D), "no scale multiplies it"),
     "gated unit": (lambda x, s, t: x + F.silu(x @ torch.eye(D)) * x, "gates a branch by the tokens themselves"),
     "layer scale": (lambda x, s, t: x + W * act(x), "made of parameters alone"),
