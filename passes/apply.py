@@ -24,16 +24,20 @@ def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match
     """
     became: dict[Node, Node] = {}
     owned = {n for m in matches for n in m.core}
-    for match in matches:
-        _put(gm.graph, match, operator_of(match), became, owned)
+    calls = {_put(gm.graph, match, operator_of(match), became, owned) for match in matches}
+    for new in dict.fromkeys(became.values()):  # not before: a later match may read a result that nothing else does
+        while not new.users and new not in calls:  # its copy and its getitem go
+            above = new.all_input_nodes[0]
+            gm.graph.erase_node(new)
+            new = above
     gm.graph.lint()
     gm.recompile()
 
 
 def _put(
     graph: fx.Graph, match: Match, operator: Any, became: dict[Node, Node], owned: set[Node]
-) -> None:
-    """Put one replacement in.
+) -> Node:
+    """Put one replacement in; returns the operator call.
 
     `became` maps nodes already replaced to what stands for them now; `owned` are the nodes that matches replace.
     """
@@ -65,14 +69,10 @@ def _put(
         if node.users:
             raise RewriteError(f"{node.name} is still read by {next(iter(node.users)).name}", where=match.root.name)
         graph.erase_node(node)
-    for new in laid.values():
-        while not new.users and new is not call:  # nothing reads this result: its getitem and copy go
-            above = new.all_input_nodes[0]
-            graph.erase_node(new)
-            new = above
     for node in sorted(set(match.side), key=order, reverse=True):
         if not node.users and node.op != "placeholder" and node not in owned:
             graph.erase_node(node)
+    return call
 
 
 def _laid_out(graph: fx.Graph, node: Node, order: tuple[int, ...]) -> Node:
