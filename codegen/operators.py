@@ -29,7 +29,10 @@ from graphopt.codegen import reference
 from graphopt.codegen.form import FUSIONS, OPERANDS, Fusion, decode_outputs, decode_rounding, split_outputs
 
 # every source that decides what an operator computes
-SOURCES = ("form.py", "reference.py", "operators.py", "spec.py", "emit.py", "kernels.py")
+SOURCES = (
+    "form.py", "reference.py", "operators.py", "spec.py", "configure.py", "layout.py", "emit.py", "emit_base.py",
+    "emit_forward.py", "emit_backward.py", "emit_sums.py", "kernels.py",
+)
 
 # arguments after the tensors: outputs .. rounding
 ATTRIBUTES = ("outputs", "norm", "eps", "offset", "branch_norm", "branch_eps", "activation", "h_dtype", "y_dtype",
@@ -143,48 +146,6 @@ def _autograd(backward_op: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
     return formula
 
 
-def _triton_forward(
-    x: Tensor, branch: Tensor | None, gate: Tensor | None, gate_table: Tensor | None, branch_weight: Tensor | None,
-    branch_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None, modulation: Sequence[Tensor], outputs: str,
-    norm: str, eps: float, offset: float, branch_norm: str, branch_eps: float, activation: str, h_dtype: torch.dtype,
-    y_dtype: torch.dtype, rounding: str,
-) -> list[Tensor]:
-    """`reference.forward` for the forms that `kernels.forward` knows."""
-    from graphopt.codegen import kernels
-
-    scale, shift = _one_modulate(modulation, outputs, norm)
-    h, y, mean, rstd = kernels.forward(
-        x, branch, gate, scale, shift, weight, bias, norm, eps, offset, h_dtype, y_dtype, rounding
-    )
-    return [h, mean, rstd, x.new_empty(0), x.new_empty(0), *([y] if norm != "none" else [])]
-
-
-def _triton_backward(
-    dh: Tensor | None, dy: Sequence[Tensor | None], h: Tensor, branch: Tensor | None, gate: Tensor | None,
-    gate_table: Tensor | None, branch_weight: Tensor | None, branch_bias: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, modulation: Sequence[Tensor], mean: Tensor, rstd: Tensor, branch_mean: Tensor,
-    branch_rstd: Tensor, outputs: str, norm: str, offset: float, branch_norm: str, activation: str,
-    x_dtype: torch.dtype,
-) -> list[Tensor]:
-    """`reference.backward` for the forms that `kernels.backward` knows."""
-    from graphopt.codegen import kernels
-
-    scale, shift = _one_modulate(modulation, outputs, norm)
-    dx, dbranch, dgate, dscale, dshift, dweight, dbias = kernels.backward(
-        dh, dy[0] if dy else None, h, branch, gate, scale, shift, weight, bias, mean, rstd, norm, offset, x_dtype
-    )
-    none = h.new_empty(0)
-    given = [g for t, g in ((scale, dscale), (shift, dshift)) if t is not None]
-    return [dx, dbranch, dgate, none, none.clone(), none.clone(), dweight, dbias, *given]
-
-
-def _one_modulate(modulation: Sequence[Tensor], outputs: str, norm: str) -> tuple[Tensor | None, Tensor | None]:
-    each = split_outputs(modulation, outputs)
-    if norm == "rms_norm" or len(each) > 1 or any("table" in part for parts in each for part in parts):
-        raise ValueError(f"no kernel for {norm} with outputs {outputs!r}")
-    return (each[0].get("scale"), each[0].get("shift")) if each else (None, None)
-
-
 def _register(fusion: Fusion, engine: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     name = operator_name(fusion.name, engine)
     if engine == "triton":
@@ -204,7 +165,9 @@ def register_all() -> None:
     for fusion in FUSIONS.values():
         _register(fusion, "reference", reference.forward, reference.backward)
         if has_triton():
-            _register(fusion, "triton", _triton_forward, _triton_backward)
+            from graphopt.codegen import kernels
+
+            _register(fusion, "triton", kernels.forward, kernels.backward)
 
 
 register_all()

@@ -5,6 +5,7 @@ Known to hold on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,13 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: list[Any], options: dic
     import torch._inductor
 
     return torch._inductor.compile(gm, example_inputs, options=options)
+
+
+def inductor_parameters() -> list[str]:
+    """The parameters of what `inductor_compile` calls."""
+    import torch._inductor
+
+    return list(inspect.signature(torch._inductor.compile).parameters)
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:
@@ -295,8 +303,38 @@ def every_size_its_own_symbol() -> Iterator[None]:
         yield
 
 
+def default_store() -> Any:
+    """The key-value store that the default process group was made with."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def floor_div_and_max() -> tuple[Any, Any]:
     """The sympy functions torch writes sizes with."""
     from torch.utils._sympy.functions import FloorDiv, Max
 
     return FloorDiv, Max
+
+
+def graph_target(function: Any) -> Any:
+    """What an FX graph can call for a function: the overload of a custom operator, else the function itself."""
+    from torch.library import CustomOpDef
+
+    return function._opoverload if isinstance(function, CustomOpDef) else function
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a JSON text into torch's structured trace (TORCH_TRACE), where tlparse shows it beside the graph."""
+    from torch._logging import trace_structured
+
+    # not inside a compile when `graphopt doctor` asks
+    about = {"name": name, "encoding": "json"}
+    trace_structured("artifact", expect_trace_id=False, metadata_fn=lambda: about, payload_fn=payload)
+
+
+def inductor_cache_folder() -> str:
+    """Where Inductor keeps compiled code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())

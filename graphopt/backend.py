@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from graphopt import _compat, reporting
+from graphopt import _compat, _compat_capture, reporting
 from graphopt.config import Config, parse
-from graphopt.errors import GraphoptError, RewriteError
+from graphopt.errors import GraphoptError, RewriteError, RuleError
 from graphopt.passes import catalogue, freeing_order, pipeline
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
@@ -49,13 +49,23 @@ def graphopt(
             freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
         )
     compiled = hand_over(rewritten, example_inputs, config, inductor_options)
+    _compat.trace_artifact("graphopt_report", record.to_json)
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
     log.debug("%s", of_callable)
     return counted(compiled, record)
 
 
-def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -> fx.GraphModule:
-    """Run the passes on a copy.  When one fails, the graph goes on as it came (or the error is raised)."""
+def rewrite(
+    gm: fx.GraphModule,
+    config: Config,
+    record: reporting.GraphRecord,
+    target: str | None = None,
+    observe: Callable[[str, fx.GraphModule], None] | None = None,
+) -> fx.GraphModule:
+    """Run the passes on a copy.  When one fails, the graph goes on as it came (or the error is raised).
+
+    target: a GPU that need not be here, such as "sm90".  observe: shown the graph after each pass.
+    """
 
     def warn(message: str) -> None:
         record.notes.append(message)
@@ -66,13 +76,15 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
         select=config.select,
         numerics=config.numerics,
         on_error=config.on_error,
+        target=target,
+        inputs=verifiable(gm, warn) if config.verify else None,
         warn=warn,
     )
     twin = pipeline.copy(gm)
     try:
-        record.passes += pipeline.run(twin, passes(), context)
+        record.passes += pipeline.run(twin, passes(), context, observe)
     except Exception as error:
-        if config.on_error == "raise":
+        if config.on_error == "raise" or isinstance(error, RuleError):
             if isinstance(error, GraphoptError):
                 raise
             what = f"a pass failed: {type(error).__name__}: {error}"
@@ -82,6 +94,14 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
         record.passes[:] = [PassRecord("adaln", size, size)]
         return gm
     return twin
+
+
+def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | None:
+    """The real inputs of a graph, or None with a warning where torch does not hold them."""
+    inputs = _compat_capture.real_inputs(gm)
+    if inputs is None:
+        warn("graphopt.verify: torch holds no values for the inputs of this graph, so its sites are not verified")
+    return inputs
 
 
 def passes() -> list[pipeline.Pass]:

@@ -11,13 +11,16 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from graphopt import _compat
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.frames import Missed
+from graphopt.passes import user_rules
 from graphopt.passes.record import Kernel, NearMiss, PassRecord, Reject, Site
+from graphopt.schedule.costmodel import write_whole
 
 VERSION = 1
 
@@ -35,6 +38,10 @@ class GraphRecord:
     attempt: int = 0
     calls: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The record of this graph as JSON."""
+        return json.dumps({"version": VERSION, **asdict(self)})
 
     @property
     def sites(self) -> list[Site]:
@@ -65,7 +72,7 @@ class Why:
 
 
 def _reasons(report: Report) -> Iterator[Why]:
-    """All a report knows of norms and gates, one record each; a norm covered by a gate's kernel is listed, too."""
+    """All a report knows of norms and gates, one record each; a norm covered by a gate's kernel is listed too."""
     for p in (p for g in report.graphs for p in g.passes):
         for s in p.sites:
             yield Why(s.fqn, s.kind, s.node, s.where, s.status, s.rule, s.reason)
@@ -125,13 +132,15 @@ class Report:
         return [k for g in self.graphs for p in g.passes for k in p.kernels]
 
     def count(self, kind: str, what: str = "matched", executed: bool = False) -> int:
-        """Number of sites of a kind ("modulate" or "gate").
+        """Number of sites of a kind: "modulate", "gate", or the name of a registered rule.
 
         what: "matched" counts rewritten and declined ones, "rewritten" and "declined" one of them.
         executed: count a graph's sites once per call of the graph instead of once.
         """
-        if kind not in ("modulate", "gate"):
-            raise ConfigError(f"unknown kind of site {kind!r}", remedy="use 'modulate' or 'gate'")
+        known = {"modulate", "gate", *(s.kind for s in self.sites), *(r.name for r in user_rules.registered())}
+        if kind not in known:
+            remedy = f"use one of {', '.join(map(repr, sorted(known)))}"
+            raise ConfigError(f"unknown kind of site {kind!r}", remedy=remedy)
         if what not in ("matched", "rewritten", "declined"):
             raise ConfigError(f"unknown count {what!r}", remedy="use 'matched', 'rewritten' or 'declined'")
         return sum(
@@ -163,9 +172,15 @@ class Report:
 
     def to_json(self, indent: int | None = 1) -> str:
         """The whole report as JSON: version, then graphs in the order they were compiled."""
-        parts = {"graphs": self.graphs, "missed": self.missed}
-        data = {"version": VERSION, **{name: [asdict(x) for x in xs] for name, xs in parts.items()}}
-        return json.dumps(data, indent=indent)
+        graphs, missed = [asdict(g) for g in self.graphs], [asdict(m) for m in self.missed]
+        return json.dumps({"version": VERSION, "graphs": graphs, "missed": missed}, indent=indent)
+
+    def to_html(self, path: str | Path, title: str = "graphopt report") -> Path:
+        """Write the report as one self-contained page.  (`graphopt.inspect(..).to_html` also shows the graphs.)"""
+        from graphopt.inspecting import page
+
+        write(path, page.render(self, title))
+        return Path(path)
 
     def summary(self) -> str:
         """One line."""
@@ -260,6 +275,15 @@ def last_report() -> Report:
     if _last is None:
         raise GraphoptError("nothing has been compiled by graphopt in this process", remedy="run the model once first")
     return _last
+
+
+def write(path: str | Path, content: str) -> None:
+    """Write a text file whole or not at all; ConfigError if it cannot be written."""
+    try:
+        write_whole(path, content.encode())
+    except OSError as error:
+        raise ConfigError(f"the file cannot be written: {error.strerror or error}", where=str(path),
+                          remedy="choose a folder that exists and can be written") from error
 
 
 def describe(compiled: Any) -> str:

@@ -14,52 +14,58 @@ from graphopt import _compat
 from graphopt.codegen.form import OPERANDS
 from graphopt.errors import RewriteError
 from graphopt.passes import ops_view
-from graphopt.passes.rule import Match
+from graphopt.passes.rule import Match, Replacement
 
 
-def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match], Any]) -> None:
-    """Put the replacements in and take the replaced nodes out.
+def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match], Any]) -> dict[Node, Node]:
+    """Put the replacements in and take the replaced nodes out; returns what stands for each replaced result.
 
     Raises RewriteError when the graph would not be what it was: another dtype or shape, or a node still in use.
     """
     became: dict[Node, Node] = {}
     owned = {n for m in matches for n in m.core}
-    calls = {_put(gm.graph, match, operator_of(match), became, owned) for match in matches}
-    for new in dict.fromkeys(became.values()):  # not before: a later match may read a result that nothing else does
-        while not new.users and new not in calls:  # its copy and its getitem go
-            above = new.all_input_nodes[0]
-            gm.graph.erase_node(new)
-            new = above
+    for match in matches:
+        _put(gm.graph, match, operator_of(match), became, owned)
+    for match in reversed(matches):  # not before: a later match may read a result that nothing else does
+        for new in reversed(match.created):  # its getitem and copy go, the call itself stays
+            if not new.users and new is not match.call:
+                gm.graph.erase_node(new)
     gm.graph.lint()
     gm.recompile()
+    return became
 
 
 def _put(
     graph: fx.Graph, match: Match, operator: Any, became: dict[Node, Node], owned: set[Node]
-) -> Node:
-    """Put one replacement in; returns the operator call.
+) -> None:
+    """Put one replacement in.
 
     `became` maps nodes already replaced to what stands for them now; `owned` are the nodes that matches replace.
     """
     replacement, anchor = match.replacement, match.anchor
     if replacement is None or anchor is None:
         raise RewriteError("a match was not accepted", where=match.root.name)
+    last = anchor.prev
     with graph.inserting_before(anchor):
         inputs = {
             name: None if node is None else _replay(graph, became.get(node, node), replacement.views.get(name, []))
             for name, node in replacement.inputs.items()
         }
-        single = {name: inputs.pop(name) for name in OPERANDS}
-        kwargs = {**single, "modulation": list(inputs.values()), **replacement.attributes}
-        call = graph.create_node("call_function", operator, (), kwargs, name=replacement.fusion)
-        parts = {old: graph.call_function(op.getitem, (call, i)) for old, i in replacement.results.items()}
+        put = replacement.put or put_operator
+        parts = put(graph, replacement, inputs, operator)
         laid = {
-            old: _laid_out(graph, new, replacement.layouts[old]) if old in replacement.layouts else new
-            for old, new in parts.items()
+            old: _laid_out(graph, parts[i], replacement.layouts[old]) if old in replacement.layouts else parts[i]
+            for old, i in replacement.results.items()
         }
-    for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
-        if key in match.root.meta:
-            call.meta[key] = match.root.meta[key]
+    created = []
+    while last.next is not anchor:
+        last = last.next
+        created.append(last)
+        for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
+            if key in match.root.meta:
+                last.meta.setdefault(key, match.root.meta[key])
+    match.created = created
+    match.call = next((n for n in created if n.target in (operator, _compat.graph_target(operator))), None)
     for old, new in laid.items():
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
@@ -72,7 +78,17 @@ def _put(
     for node in sorted(set(match.side), key=order, reverse=True):
         if not node.users and node.op != "placeholder" and node not in owned:
             graph.erase_node(node)
-    return call
+
+
+def put_operator(
+    graph: fx.Graph, replacement: Replacement, inputs: dict[str, Node | None], operator: Any
+) -> dict[int, Node]:
+    """One call of one of our operators; the results asked for, by position."""
+    single = {name: inputs[name] for name in OPERANDS}
+    modulation = [t for name, t in inputs.items() if name not in single]
+    kwargs = {**single, "modulation": modulation, **replacement.attributes}
+    call = graph.create_node("call_function", operator, (), kwargs, name=replacement.fusion)
+    return {i: graph.call_function(op.getitem, (call, i)) for i in dict.fromkeys(replacement.results.values())}
 
 
 def _laid_out(graph: fx.Graph, node: Node, order: tuple[int, ...]) -> Node:
@@ -95,6 +111,13 @@ def _replay(graph: fx.Graph, node: Node, views: list[Node]) -> Node:
                 new.meta["example_value"] = _run_view(view, before)
         node = new
     return node
+
+
+def run_views(views: list[Node], value: torch.Tensor) -> torch.Tensor:
+    """What `_replay` computes, on a value."""
+    for view in reversed(views):
+        value = _run_view(view, value)
+    return value
 
 
 def _run_view(view: Node, before: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ SPELLINGS: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
     "flatten": ((torch.flatten, aten.flatten.using_ints), ("flatten",)),
     "unflatten": ((torch.unflatten, aten.unflatten.int), ("unflatten",)),
     "expand": ((aten.expand.default,), ("expand", "expand_as")),
+    "repeat": ((torch.repeat_interleave, aten.repeat.default), ("repeat", "repeat_interleave")),
     "chunk": ((torch.chunk, aten.chunk.default), ("chunk",)),
     "split": ((torch.split, torch.functional.split), ("split",)),
     "unbind": ((torch.unbind, aten.unbind.int), ("unbind",)),
@@ -78,7 +79,7 @@ ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "addcmul", "tanh", "pow", "
 # methods whose second operand lends its dtype or its shape, and no values
 LIKE = frozenset({"type_as", "view_as", "expand_as", "reshape_as"})
 # where a piece of a modulation vector comes from
-PIECES = frozenset({"chunk", "split", "unbind", "pick"})
+PIECES = frozenset({"chunk", "split", "unbind", "pick", "repeat"})
 
 _CAST_METHODS = {"float", "half", "bfloat16", "double", "type_as"}
 

@@ -81,6 +81,11 @@ class Pattern:
         """The canonical names (or functions) a match can end in; an empty list for anything at all."""
         return []
 
+    def variables(self) -> list[str]:
+        """The names of the inputs it captures, in order."""
+        inside = [getattr(self, "inner", None), *getattr(self, "inputs", ()), *getattr(self, "options", ())]
+        return list(dict.fromkeys(n for p in inside if isinstance(p, Pattern) for n in p.variables()))
+
     def cast(self) -> Pattern:
         """The same, behind any number of dtype casts."""
         return Casts(self)
@@ -130,6 +135,10 @@ class Var(Pattern):
 
     def __init__(self, name: str, where: Callable[[Node, Attempt], str | None] | None = None) -> None:
         self.name, self.where = name, where
+
+    def variables(self) -> list[str]:
+        """See Pattern."""
+        return [self.name]
 
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
@@ -329,7 +338,7 @@ class Either(Pattern):
     """The first alternative that fits, then the others."""
 
     def __init__(self, *options: Pattern) -> None:
-        self.options = [o for p in options for o in (p.options if isinstance(p, Either) else [p])]
+        self.options: list[Pattern] = [o for p in options for o in (p.options if isinstance(p, Either) else [p])]
         self.is_input = all(p.is_input for p in self.options)
         # by canonical name: what an alternative can end in (None: anything), so that most are not even tried
         self.ends = [frozenset(p.roots()) or None for p in self.options]

@@ -22,6 +22,14 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Predicted bytes between the GPU and its memory for one direction of a kernel: fused, and op by op as in eager."""
+
+    fused: int
+    op_by_op: int
+
+
+@dataclass(frozen=True)
 class Site:
     """One modulate or one gate.
 
@@ -70,12 +78,49 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator call in the rewritten graph and the sites it covers; one entry per direction."""
+    """One operator call in the rewritten graph and the sites it covers; one entry per direction.
+
+    `node` is the call in the rewritten graph, `replaced` the nodes of the graph before that are gone for it, `placed`
+    the ones that came, `sources` the files of its generated kernels in the kernel cache (none for the reference
+    operators), `resources` what each takes on the target, `traffic` its bytes.
+    """
 
     operator: str
     rule: str
     direction: Literal["forward", "backward"]
     sites: tuple[Site, ...]
+    node: str = ""
+    replaced: tuple[str, ...] = ()
+    placed: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    resources: tuple[str, ...] = ()
+    traffic: Traffic | None = None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `graphopt.verify` saw of one operator call: the tensor that came closest to its limit, or went over it.
+
+    Errors are relative L2 against fp64; `eager_error` is that of the ops it replaces.
+    """
+
+    key: str
+    tensor: str
+    error: float
+    eager_error: float
+    limit: float
+    failure: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Within the limit?"""
+        return self.failure is None and self.error <= self.limit
+
+    def __str__(self) -> str:
+        if self.failure:
+            return self.failure
+        return (f"{self.tensor} differs from fp64 by {self.error:.2e}, the limit is {self.limit:.2e} "
+                f"(the ops it replaces: {self.eager_error:.2e})")
 
 
 @dataclass
@@ -91,6 +136,7 @@ class PassRecord:
     near_misses: list[NearMiss] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    verified: list[Checked] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -11,14 +11,15 @@ A match is refused, with the reason, when
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
 from torch.fx import Node
 
 from graphopt import _compat
-from graphopt.passes import ops_view, source
+from graphopt.errors import RuleError
+from graphopt.passes import ops_view, source, user_rules
 from graphopt.passes.apply import apply
 from graphopt.passes.facts import Facts, gather
 from graphopt.passes.pattern import Attempt
@@ -28,8 +29,8 @@ from graphopt.passes.rule import Match, Replacement, Rule, narrowing_tail
 
 __all__ = ["Found", "Match", "Replacement", "Rule", "apply", "find"]
 
-# the rule that asks nothing but whether something is a site of a kind
-SMALLEST = {"modulate": "norm_modulate", "gate": "gate_residual"}
+# the rules that ask nothing but whether something is a site of a kind
+SMALLEST = {"modulate": ("norm_modulate",), "gate": ("gate_residual", "gate_residual_joined")}
 
 
 @dataclass
@@ -42,16 +43,22 @@ class Found:
     facts: Facts | None = None
 
 
-def find(gm: fx.GraphModule, rules: Iterable[Rule], numerics: str = "fp32") -> Found:
+OnRaise = Callable[[Rule, Node, Exception], None]
+
+
+def find(
+    gm: fx.GraphModule, rules: Iterable[Rule], numerics: str = "fp32", on_raise: OnRaise | None = None
+) -> Found:
     """All matches of one graph, from its last node to its first; a node belongs to one match at most.
 
-    At one root the rules are tried in their order, so the larger fusion comes first.
+    At one root the rules are tried in their order, so the larger fusion comes first.  `on_raise` is told of a user's
+    rule that raises; its site is left alone.
     """
     with ops_view.remembered():
-        return _find(gm, rules, numerics)
+        return _find(gm, rules, numerics, on_raise)
 
 
-def _find(gm: fx.GraphModule, rules: Iterable[Rule], numerics: str) -> Found:
+def _find(gm: fx.GraphModule, rules: Iterable[Rule], numerics: str, on_raise: OnRaise | None) -> Found:
     facts = gather(gm)
     by_root: dict[object, list[Rule]] = {}
     for rule in rules:
@@ -67,7 +74,13 @@ def _find(gm: fx.GraphModule, rules: Iterable[Rule], numerics: str) -> Found:
         for rule in by_root.get(name or node.target, ()) if node.op.startswith("call") else ():
             if node in taken:
                 break
-            match = _attempt(rule, node, taken, numerics, found, failed)
+            try:
+                match = _attempt(rule, node, taken, numerics, found, failed)
+            except Exception as error:
+                if rule.function is None or on_raise is None or isinstance(error, RuleError):
+                    raise
+                on_raise(rule, node, error)
+                match = None
             if match is not None:
                 found.matches.append(match)
                 taken.update(dict.fromkeys(match.core, match))
@@ -105,7 +118,7 @@ def _remember(found: Found, node: Node, rule: Rule, reason: str) -> None:
     """Keep one reason for each node and kind: of the smallest fusion, with its operands in their places if possible."""
     for kind, smallest in SMALLEST.items():
         key = (node, kind)
-        if rule.name == smallest and (key not in found.look_alikes or isinstance(found.look_alikes[key], Misfit)):
+        if rule.name in smallest and (key not in found.look_alikes or isinstance(found.look_alikes[key], Misfit)):
             found.look_alikes[key] = reason
 
 
@@ -145,6 +158,8 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
         v = ops_view.value(n)
         if v is not None and not _compat.is_fake(v):
             return f"{n.name} is a {type(v).__name__}: a fused operator has no sharding rule for it", n
+    if match.rule.function is not None and (reason := user_rules.other_strides(match)) is not None:
+        return reason, None
     order = sorted(match.core, key=facts.index.__getitem__)
     latest = max(facts.index[n] for n in inputs + replayed)
     anchor = next((n for n in order if facts.index[n] > latest), None)
@@ -174,7 +189,7 @@ def _needs_grad(node: Node) -> bool:
 
 def _replacement(match: Match) -> Replacement:
     if match.rule.replace is None:
-        raise ValueError(f"rule {match.rule.name} has no replacement")
+        return user_rules.replacement_of(match)
     replacement = match.rule.replace(match)
     replacement.views = {name: match.views(name) for name in replacement.inputs} | replacement.views
     return replacement

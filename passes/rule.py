@@ -27,7 +27,8 @@ class Replacement:
     a node of the match to the position of the result that stands for it.  `fusion` names the operator.  `layouts` maps
     a node whose memory order is not that of its dimensions to that order (outermost first): operators write contiguous
     tensors, so such a result is copied into the order eager mode has.  `views` are replayed on an input (outermost
-    first); `find` fills in those the pattern looked through.
+    first); `find` fills in those the pattern looked through.  `put` places the call when it is not one operator call:
+    (graph, replacement, input nodes, operator) -> result nodes by position.
     """
 
     fusion: str
@@ -36,6 +37,7 @@ class Replacement:
     results: dict[Node, int]
     layouts: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     views: dict[str, list[Node]] = field(default_factory=dict)
+    put: Callable[[fx.Graph, Replacement, dict[str, Node | None], Any], dict[int, Node]] | None = None
 
 
 def is_one(match: Match) -> None:
@@ -94,6 +96,8 @@ class Match:
     numerics: str = "fp32"
     replacement: Replacement | None = None
     anchor: Node | None = None
+    call: Node | None = None  # the operator call, once it is in the graph, and all nodes that came with it
+    created: list[Node] = field(default_factory=list)
     shared: bool = False  # the norm has readers outside, so it is computed again inside the operator
     joined: list[Match] = field(default_factory=list)
 
