@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NIGHTLY = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly"]
 PARTS = {
     "graphopt": [*NIGHTLY, "tests/graphopt"],
+    "passes": [*NIGHTLY, "tests/passes"],
     "schedule": [*NIGHTLY, "tests/schedule"],
+    "zoo": [sys.executable, "benchmarks/zoo_matrix.py"],
     "match": [sys.executable, "benchmarks/match.py"],
 }
 
