@@ -18,6 +18,7 @@ import typer
 if TYPE_CHECKING:
     from graphopt.schedule.costmodel import CostFit
     from graphopt.schedule.dataset import Samples
+    from graphopt.schedule.plan import Plan
     from graphopt.schedule.shapes import LatentLayout
 
 
@@ -69,6 +70,21 @@ class Source:
             self.fit_file, self.model, self.gpu, self.remat, ranks, self.m_mem, self.memory_gib,
             compiled=not self.eager, sharded=sync == "microbatch",
         )  # fmt: skip
+
+
+    def warnings(self, plan: Plan) -> list[str]:
+        """What the description of the GPU says about a plan made under a limit of tokens."""
+        if self.model is None or self.m_mem is None or len(plan) == 0:
+            return []
+        from graphopt.schedule.hardware import hardware
+
+        need, memory = float(plan.column("bytes").max()), hardware(self.gpu).memory
+        if need <= memory:
+            return []
+        return [
+            f"the largest microbatch is predicted to need {need / 2**30:.0f} GiB, and the {self.gpu} has "
+            f"{memory / 2**30:.0f}: lower --m-mem, or give --memory-gib"
+        ]
 
 
 def takes_source(command: Callable[..., None]) -> Callable[..., None]:
