@@ -12,12 +12,16 @@ def tile(D: int) -> tuple[int, int]:
     return (128, 32) if D <= 8192 else (16, 256)
 
 
-def emit_sums(name: str, D: int, width: int, results: tuple[tuple[str, int, torch.dtype], ...]) -> str:
+def emit_sums(
+    name: str, D: int, width: int, results: tuple[tuple[str, int, torch.dtype], ...],
+    shape: tuple[int, int] | None = None,
+) -> str:
     """Source of the kernel that turns PARTIAL [G * P, width] into one [G, D] tensor per result.
 
-    `results` are (tensor, first column of PARTIAL, dtype).  One program adds a few columns of one result.
+    `results` are (tensor, first column of PARTIAL, dtype).  One program adds a few columns of one result; `shape` are
+    the rows and columns it adds at a time.
     """
-    rows, columns = tile(D)
+    rows, columns = shape or tile(D)
     tiles = (D + columns - 1) // columns
     lines = [
         "@triton.jit",

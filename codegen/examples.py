@@ -24,7 +24,7 @@ OUTPUTS = {"none": "", "norm": "plain", "modulate": "scale+shift", "modulates": 
 
 def example(
     fusion: str, D: int, *, dtype: str = "bf16", factors: str = "fp32", layout: str = "group", norm: str | None = None,
-    outputs: str | None = None, tables: bool = False, rounding: str = "",
+    outputs: str | None = None, tables: bool = False, rounding: str = "", target: str = "sm90",
 ) -> list[KernelSpec]:
     """Specs of the kernels of a fusion (form.FUSIONS), forward first.
 
@@ -65,7 +65,7 @@ def example(
         activation="tanh" if branch_normed else "identity", h_dtype=DTYPES[dtype], y_dtype=DTYPES[dtype],
         rounding=rounding,
     )
-    return readiness.specs(values, attributes, training=True)
+    return readiness.specs(values, attributes, True, target)
 
 
 def units(specs: list[KernelSpec]) -> list[Unit]:

@@ -14,7 +14,7 @@ A part is there exactly when its tensors (or its norm) are.  `outputs` has one w
 all outputs travel in one list, in the order of the words.  (No list of optional tensors: torch's autograd for custom
 operators takes a list with a None in it for a constant.)
 
-A `_table` is a factor's second summand (`table + embedding`, section 3 of the kernels page): it is added inside.
+A `_table` is a factor's second summand (`table + embedding`): it is added inside (docs/rules.md says when).
 """
 
 from __future__ import annotations

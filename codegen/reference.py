@@ -3,8 +3,9 @@
 Shapes: B batch, S tokens, D channels; a factor (gate, scale, shift, table) is anything that broadcasts to x [..., D]
 with last size D.
 
-Numerics: everything is computed in fp32 (fp64 when an input is fp64), the variance from centred values, so rows with a
-large mean stay right.  h is rounded to its dtype before it is normed, as in the model; y is rounded once at the end.
+Numerics: everything is computed in fp32 (fp64 when an input is fp64), means and sums accumulate in fp64 (an oracle
+should not add errors of its own), the variance comes from centred values, so rows with a large mean stay right.  h is
+rounded to its dtype before it is normed, as in the model; y is rounded once at the end.
 With rounding points (numerics="eager") the value is also rounded after each op of the source.
 """
 
@@ -36,10 +37,18 @@ def _statistics(t: Tensor, norm: str, eps: float) -> tuple[Tensor, Tensor | None
     """t - mean, mean (None for RMS norm) and rstd, over the last dimension."""
     mean = None
     if norm == "layer_norm":
-        mean = t.mean(-1, keepdim=True)
-        mean = mean + (t - mean).mean(-1, keepdim=True)  # what summing large values in one go lost
+        mean = _mean(t)
         t = t - mean
-    return t, mean, torch.rsqrt(t.square().mean(-1, keepdim=True) + eps)
+    return t, mean, torch.rsqrt(_mean(t.square()) + eps)
+
+
+def _mean(t: Tensor) -> Tensor:
+    """Mean over the last dimension, kept, in the dtype of t."""
+    return t.mean(-1, keepdim=True, dtype=_accumulator(t)).to(t.dtype)
+
+
+def _accumulator(t: Tensor) -> torch.dtype:
+    return t.dtype if t.device.type == "mps" else torch.float64  # MPS has no fp64
 
 
 def _affine(t: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -217,8 +226,8 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what was normed, of the weight and of the bias (empty where absent) from that of the result."""
     w = dn if weight is None else dn * weight.to(dn.dtype)
-    centred = w if norm == "rms_norm" else w - w.mean(-1, keepdim=True)
-    through = (centred - xhat * (w * xhat).mean(-1, keepdim=True)) * rstd.reshape(*xhat.shape[:-1], 1).to(dn.dtype)
+    centred = w if norm == "rms_norm" else w - _mean(w)
+    through = (centred - xhat * _mean(w * xhat)) * rstd.reshape(*xhat.shape[:-1], 1).to(dn.dtype)
     none = dn.new_empty(0)
     return (
         through, none if weight is None else _sum_to(dn * xhat, weight), none if bias is None else _sum_to(dn, bias)
@@ -238,5 +247,8 @@ def _fresh(t: Tensor, of: Tensor) -> Tensor:
 
 def _sum_to(t: Tensor, like: Tensor) -> Tensor:
     """Sum over what `like` was broadcast over, then its dtype; a fresh, contiguous tensor."""
-    out = t.sum_to_size(like.shape).to(like.dtype).contiguous()
-    return _fresh(out, t)
+    lead = t.dim() - like.dim()
+    over = [d for d in range(t.dim()) if d < lead or (like.shape[d - lead] == 1 and t.shape[d] != 1)]
+    if not over:
+        return _fresh(t.to(like.dtype).contiguous(), t)
+    return t.sum(over, keepdim=True, dtype=_accumulator(t)).reshape(like.shape).to(like.dtype).contiguous()

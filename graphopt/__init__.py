@@ -89,6 +89,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "dsa":
+        return import_module("graphopt.dsa")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'graphopt' has no attribute {name!r}")

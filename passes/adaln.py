@@ -13,9 +13,8 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
-from graphopt.codegen.form import OUTPUT_PARTS
 from graphopt.errors import CodegenError, RewriteError, VerifyError
-from graphopt.passes import near_miss, ops_view, rewrite, source, traffic, verify
+from graphopt.passes import near_miss, ops_view, rewrite, source, tables, traffic, verify
 from graphopt.passes.pipeline import PassContext, copy, nested
 from graphopt.passes.record import Checked, Kernel, PassRecord, Prediction, Reject, Site, Traffic
 from graphopt.passes.rule import Match, Rule
@@ -86,14 +85,18 @@ class AdaLN:
             for match in found.matches:
                 key = f"{i}/{match.root.name}"
                 sites, rewritten = self.decide(match, context, record, failed.get(key))
-                record.sites += sites
+                record.sites += reversed(sites)  # all are reversed at the end
                 if rewritten:
                     chosen.append((match, sites))
                     placed.append((key, i, match))
             if chosen:
+                folds = self.fold_tables(g, [m for m, _ in chosen], context, record)
                 # before nodes are erased: they have no operands left then
                 bytes_ = [(traffic.fused(m), traffic.op_by_op(m.core)) for m, _ in chosen]
                 became |= rewrite.apply(g, [m for m, _ in chosen], lambda m: operator_for(m, context))
+                if folds:
+                    tables.sweep(g.graph, folds)
+                    g.recompile()
                 left = set(g.graph.nodes)
                 for (match, sites), moved in zip(chosen, bytes_):
                     gone = sorted({*match.core, *match.side} - left, key=match.facts.index.__getitem__)
@@ -126,6 +129,24 @@ class AdaLN:
             for kind, node in match.rule.sites(match)  # type: ignore[misc]
         ]
         return sites, reason is None
+
+    def fold_tables(
+        self, g: fx.GraphModule, chosen: list[Match], context: PassContext, record: PassRecord
+    ) -> list[tables.Fold]:
+        """Take `table + embedding` into the operators that can add them (see tables.py).
+
+        Not while verifying: what is compared with fp64 is what runs, and it has the inputs of the original graph.
+        """
+        if context.inputs is not None:
+            return []
+        folds = tables.plan(chosen)
+        before = {id(f.match): f.match.replacement for f in folds}
+        tables.apply(g.graph, folds)
+        for fold in folds:
+            match, target = fold.match, target_of(fold.match, context)
+            if target != "reference" and self.unbuilt(match, target, context, record) is not None:
+                match.replacement = before[id(match)]
+        return folds
 
     def unbuilt(self, match: Match, target: str, context: PassContext, record: PassRecord) -> str | None:
         """Why the kernels of a match cannot be used on a GPU, or None.  A kernel that fails to compile warns once."""
@@ -204,10 +225,10 @@ def operator_for(match: Match, context: PassContext) -> Any:
 
 
 def needs_grad(match: Match) -> bool:
-    """Will this graph run a backward through the match?"""
-    if not torch.is_grad_enabled() or match.replacement is None:
+    """Will this graph run a backward through the match?  (Its result has no gradient under no_grad.)"""
+    if match.replacement is None:
         return False
-    values = [ops_view.value(n) for n in match.replacement.inputs.values() if n is not None]
+    values = [ops_view.value(n) for n in match.replacement.results]
     return any(v is not None and v.requires_grad for v in values)
 
 
@@ -240,7 +261,7 @@ def _kernels(
     training = match.rule.function is None and needs_grad(match)
     files: list[str] = []
     if target != "reference" and match.rule.function is None:
-        specs = readiness.specs(operand_values(match), replacement.attributes, training)
+        specs = readiness.specs(operand_values(match), replacement.attributes, training, target)
         files = [listing.kernel_file(s).name for s in specs]
     placed = tuple(n.name for n in match.created if n in left)
     out = []
@@ -257,7 +278,7 @@ def operand_values(match: Match) -> dict[str, torch.Tensor | None]:
     if match.replacement is None:
         raise ValueError("a match was not accepted")
     values = {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
-    return values | {n: values.get(n) for n in OUTPUT_PARTS}
+    return values
 
 
 def _shape(node: Node) -> tuple[int | str, ...]:

@@ -55,7 +55,9 @@ def out_of_place(gm: fx.GraphModule) -> int:
     done = 0
     for write in writes:
         if _unobservable(write, facts, by_storage):
-            _replace(graph, write, facts.index)
+            last = _replace(graph, write, facts)
+            for storage in storages_of(last):
+                by_storage.setdefault(storage, []).append(last)
             done += 1
     return done
 
@@ -78,8 +80,8 @@ def _unobservable(write: Node, facts: Facts, by_storage: dict[int, list[Node]]) 
     return _values(write)[0].stride() == v.stride()
 
 
-def _replace(graph: fx.Graph, write: Node, order: dict[Node, int]) -> None:
-    """`order` is that of the graph before any replacement: new nodes take the place of the write."""
+def _replace(graph: fx.Graph, write: Node, facts: Facts) -> Node:
+    """The node that stands for the written tensor from here on.  In the facts new nodes take the place of the write."""
     target: Node = write.args[0]  # type: ignore[assignment]
     wide, kept = _values(write)
     with graph.inserting_before(write):
@@ -90,12 +92,14 @@ def _replace(graph: fx.Graph, write: Node, order: dict[Node, int]) -> None:
             last = graph.call_method("to", (new, kept.dtype))
         # the value of the write: what is derived from it later shares its (fake) storage
         last.meta = dict(write.meta)
-    now = order[write]
-    order[new] = order[last] = now
-    for user in [u for u in target.users if order[u] > now]:
+    now = facts.index[write]
+    for node in (new, last):
+        facts.index[node], facts.region[node] = now, facts.region[write]
+    for user in [u for u in target.users if facts.index[u] > now]:
         user.replace_input_with(target, last)
     write.replace_all_uses_with(last)
     graph.erase_node(write)
+    return last
 
 
 def _values(write: Node) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,6 +72,8 @@ def candidate(match: Match) -> str | None:
     """Each piece is a gate on its slice, and the slices are the whole branch."""
     pieces: Any = match["pieces"]
     branch = pieces[0]["branch"].args[0]
+    if len({p.get("activated") is None for p in pieces}) > 1:
+        return "its gates have different activations"
     if not _whole([p["branch"] for p in pieces], match["dim"]):  # type: ignore[arg-type]
         return "the gated slices are not the whole branch, in order"
     for piece in pieces:
@@ -119,7 +121,7 @@ def replace(match: Match) -> Replacement:
         views |= {f"x.{i}": [piece["branch"]], f"gate.{i}": piece.views.get("gate", []), f"branch.{i}": []}
     results = {match.root: H}
     attributes = call.attributes(match, h=match.root)
-    if any(p.get("activated") is not None for p in pieces):
+    if pieces[0].get("activated") is not None:
         attributes["activation"] = "tanh"
     attributes["dim"] = match["dim"]
     return Replacement("gate_residual", inputs, attributes, results, call.layouts(results), views, put)

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from torch import fx
 from torch.fx import Node
 
-from graphopt.passes import chain, norm_modulate, norms, ops_view, source
+from graphopt.passes import chain, gate_residual_joined, norm_modulate, norms, ops_view, source
 from graphopt.passes.norm_modulates import ends, readers
 from graphopt.passes.pattern import Attempt, Var, describe
 from graphopt.passes.record import NearMiss
 from graphopt.passes.rewrite import Found
 
 _WRITTEN = norms.WrittenOut(Var("x").cast(), "")
-_GATED = chain.gated()
+_GATED = chain.gated() | gate_residual_joined.PATTERN
 
 
 def explain(gm: fx.GraphModule, found: Found) -> list[NearMiss]:
@@ -57,7 +57,7 @@ def _is_root(node: Node) -> bool:
 
 
 def _gated_product(node: Node) -> Node | None:
-    """The product of two tensors that a sum adds, or None."""
+    """The product of two tensors (or several joined by `cat`) that a sum adds, or None."""
     name = ops_view.canonical(node)
     if name == "addcmul":
         return node
@@ -68,7 +68,12 @@ def _gated_product(node: Node) -> Node | None:
     for operand in ops_view.operands(node):
         while isinstance(operand, Node) and ops_view.canonical(operand) == "cast":
             operand = operand.args[0]
-        if isinstance(operand, Node) and ops_view.canonical(operand) == "mul" and _tensors(operand):
+        if not isinstance(operand, Node):
+            continue
+        parts = [operand]
+        if ops_view.canonical(operand) == "cat":
+            parts = [p for p in operand.all_input_nodes if ops_view.canonical(p) == "mul"]
+        if any(ops_view.canonical(p) == "mul" and _tensors(p) for p in parts):
             return operand
     return None
 

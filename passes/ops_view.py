@@ -51,6 +51,7 @@ SPELLINGS: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
     "flatten": ((torch.flatten, aten.flatten.using_ints), ("flatten",)),
     "unflatten": ((torch.unflatten, aten.unflatten.int), ("unflatten",)),
     "expand": ((aten.expand.default,), ("expand", "expand_as")),
+    "repeat": ((torch.repeat_interleave, aten.repeat.default), ("repeat", "repeat_interleave")),
     "chunk": ((torch.chunk, aten.chunk.default), ("chunk",)),
     "split": ((torch.split, torch.functional.split), ("split",)),
     "unbind": ((torch.unbind, aten.unbind.int), ("unbind",)),
@@ -78,7 +79,7 @@ ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "addcmul", "tanh", "pow", "
 # methods whose second operand lends its dtype or its shape, and no values
 LIKE = frozenset({"type_as", "view_as", "expand_as", "reshape_as"})
 # where a piece of a modulation vector comes from
-PIECES = frozenset({"chunk", "split", "unbind", "pick"})
+PIECES = frozenset({"chunk", "split", "unbind", "pick", "repeat"})
 
 _CAST_METHODS = {"float", "half", "bfloat16", "double", "type_as"}
 
@@ -166,6 +167,13 @@ def dtype_of(node: object) -> torch.dtype | None:
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
     """Does a cast keep every value?"""
     return torch.promote_types(source, target) == target
+
+
+def detaches(node: Node) -> bool:
+    """Does a node stop gradients?  A cast, a view or `1 + s` made under no_grad does: it cannot be looked through."""
+    v = value(node)
+    before = [value(n) for n in node.all_input_nodes]
+    return v is not None and not v.requires_grad and any(b is not None and b.requires_grad for b in before)
 
 
 def same_size(a: Any, b: Any) -> bool:

@@ -31,7 +31,7 @@ def fused(match: Match) -> dict[str, int]:
     replacement = match.replacement
     if replacement is None:
         raise ValueError("a match was not accepted")
-    inputs = [n for n in replacement.inputs.values() if n is not None]
+    inputs = [(replacement.views.get(name) or [n])[0] for name, n in replacement.inputs.items() if n is not None]
     into, out = sum(map(size, inputs)), sum(map(size, replacement.results))
     backward = out + 2 * into  # cotangents in, what was saved in, gradients out
     if replacement.attributes.get("norm") == "none" and (x := replacement.inputs.get("x")) is not None:

@@ -160,6 +160,8 @@ def test_matrix(fusion: str, D: int, dtypes: str, device: str, poisoned: None) -
         for S in (0, 1, 77, 4095):
             if device == "cpu" and B * S * max(D, 500) > 250_000:
                 continue
+            if B * S * D > 9e7:  # eager in fp64 takes ten times as much, and several processes share the GPU
+                continue
             run(plain(fusion), B, S, D, dtypes, device)
     for mean in (1e3, -1e3):
         run(plain(fusion), 2, 9, D, dtypes, device, mean)
@@ -200,6 +202,7 @@ def test_eager_numerics(form: Form, dtype: torch.dtype, device: str) -> None:
         got = call(form, t, *attributes(form, dtype, rounding=rounding), engine="triton")
         want = chain(form, t)
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert (a.dtype, b.dtype) == (dtype, dtype)
             if FUSIONS[form.fusion].front == "gate" and i == 0:
                 assert torch.equal(a, b)
                 continue

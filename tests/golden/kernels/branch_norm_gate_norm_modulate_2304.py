@@ -94,7 +94,7 @@ def branch_norm_gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, BRANCH_WEIG
     sum_branch_weight_1 = tl.zeros([256], tl.float32)
     sum_scale_1 = tl.zeros([256], tl.float32)
     sum_shift_1 = tl.zeros([256], tl.float32)
-    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=3):
+    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=4):
         row = group * N + tl.cast(step, tl.int64)
         dy_0 = tl.load(DY + row * 2304 + c_0).to(tl.float32)
         dy_1 = tl.load(DY + row * 2304 + c_1).to(tl.float32)

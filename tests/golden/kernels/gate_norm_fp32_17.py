@@ -48,8 +48,7 @@ def gate_norm_affine_backward(DY, DH, H, BRANCH, GATE, WEIGHT, DX, DBRANCH, MEAN
         sum_weight_0 += w_0 * xhat_0
         sum_bias_0 += w_0
         w_0 = w_0 * weight_0
-        mean_w = (tl.sum(w_0, 0)) * 0.058823529411764705
-        mean_wx = (tl.sum(w_0 * xhat_0, 0)) * 0.058823529411764705
+        mean_w, mean_wx = tl.split((tl.sum(tl.join(w_0, w_0 * xhat_0), 0)) * 0.058823529411764705)
         total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd + dh_0
         sum_gate_0 += total_0 * branch_0
         tl.store(DX + row * 17 + c_0, (total_0).to(tl.float32), mask=c_0 < 17)

@@ -3,31 +3,34 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_modulate_forward(X, SCALE, SCALE_TABLE, SHIFT, SHIFT_TABLE, Y, MEAN, RSTD, N):
-    row = tl.program_id(0).to(tl.int64)
+def norm_modulate_forward(X, SCALE, SCALE_TABLE, SHIFT, SHIFT_TABLE, Y, MEAN, RSTD, N, P):
+    group = tl.program_id(0).to(tl.int64) // P
+    first = (tl.program_id(0) % P) * 4
     c_0 = tl.arange(0, 1024)
     c_1 = 1024 + tl.arange(0, 1024)
     c_2 = 2048 + tl.arange(0, 1024)
-    x_0 = tl.load(X + row * 3072 + c_0).to(tl.float32)
-    x_1 = tl.load(X + row * 3072 + c_1).to(tl.float32)
-    x_2 = tl.load(X + row * 3072 + c_2).to(tl.float32)
-    mean = (tl.sum(x_0 + x_1 + x_2, 0)) * 0.0003255208333333333
-    centred_0 = x_0 - mean
-    centred_1 = x_1 - mean
-    centred_2 = x_2 - mean
-    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2, 0)) * 0.0003255208333333333
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
-    gain_0 = 1.0 + tl.load(SCALE + row * 3072 + c_0).to(tl.float32) + tl.load(SCALE_TABLE + c_0).to(tl.float32)
-    shift_0 = tl.load(SHIFT + row * 3072 + c_0).to(tl.float32) + tl.load(SHIFT_TABLE + c_0).to(tl.float32)
-    tl.store(Y + row * 3072 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
-    gain_1 = 1.0 + tl.load(SCALE + row * 3072 + c_1).to(tl.float32) + tl.load(SCALE_TABLE + c_1).to(tl.float32)
-    shift_1 = tl.load(SHIFT + row * 3072 + c_1).to(tl.float32) + tl.load(SHIFT_TABLE + c_1).to(tl.float32)
-    tl.store(Y + row * 3072 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
-    gain_2 = 1.0 + tl.load(SCALE + row * 3072 + c_2).to(tl.float32) + tl.load(SCALE_TABLE + c_2).to(tl.float32)
-    shift_2 = tl.load(SHIFT + row * 3072 + c_2).to(tl.float32) + tl.load(SHIFT_TABLE + c_2).to(tl.float32)
-    tl.store(Y + row * 3072 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
-    tl.store(MEAN + row, mean)
-    tl.store(RSTD + row, rstd)
+    for step in tl.range(first, tl.minimum(first + 4, N), num_stages=3):
+        row = group * N + tl.cast(step, tl.int64)
+        x_0 = tl.load(X + row * 3072 + c_0).to(tl.float32)
+        x_1 = tl.load(X + row * 3072 + c_1).to(tl.float32)
+        x_2 = tl.load(X + row * 3072 + c_2).to(tl.float32)
+        mean = (tl.sum(x_0 + x_1 + x_2, 0)) * 0.0003255208333333333
+        centred_0 = x_0 - mean
+        centred_1 = x_1 - mean
+        centred_2 = x_2 - mean
+        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2, 0)) * 0.0003255208333333333
+        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        gain_0 = 1.0 + tl.load(SCALE + row * 3072 + c_0).to(tl.float32) + tl.load(SCALE_TABLE + c_0).to(tl.float32)
+        shift_0 = tl.load(SHIFT + row * 3072 + c_0).to(tl.float32) + tl.load(SHIFT_TABLE + c_0).to(tl.float32)
+        tl.store(Y + row * 3072 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
+        gain_1 = 1.0 + tl.load(SCALE + row * 3072 + c_1).to(tl.float32) + tl.load(SCALE_TABLE + c_1).to(tl.float32)
+        shift_1 = tl.load(SHIFT + row * 3072 + c_1).to(tl.float32) + tl.load(SHIFT_TABLE + c_1).to(tl.float32)
+        tl.store(Y + row * 3072 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
+        gain_2 = 1.0 + tl.load(SCALE + row * 3072 + c_2).to(tl.float32) + tl.load(SCALE_TABLE + c_2).to(tl.float32)
+        shift_2 = tl.load(SHIFT + row * 3072 + c_2).to(tl.float32) + tl.load(SHIFT_TABLE + c_2).to(tl.float32)
+        tl.store(Y + row * 3072 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
+        tl.store(MEAN + row, mean)
+        tl.store(RSTD + row, rstd)
 
 
 @triton.jit
@@ -42,7 +45,7 @@ def norm_modulate_backward(DY, H, SCALE, SCALE_TABLE, DX, DSCALE, DSHIFT, MEAN, 
     sum_shift_1 = tl.zeros([1024], tl.float32)
     sum_scale_2 = tl.zeros([1024], tl.float32)
     sum_shift_2 = tl.zeros([1024], tl.float32)
-    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=3):
+    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=4):
         row = group * N + tl.cast(step, tl.int64)
         dy_0 = tl.load(DY + row * 3072 + c_0).to(tl.float32)
         dy_1 = tl.load(DY + row * 3072 + c_1).to(tl.float32)
@@ -73,8 +76,7 @@ def norm_modulate_backward(DY, H, SCALE, SCALE_TABLE, DX, DSCALE, DSHIFT, MEAN, 
         sum_shift_2 += dy_2
         tl.store(DSHIFT + row * 3072 + c_2, (dy_2).to(tl.float32))
         w_2 = dy_2 * gain_2
-        mean_w = (tl.sum(w_0 + w_1 + w_2, 0)) * 0.0003255208333333333
-        mean_wx = (tl.sum(w_0 * xhat_0 + w_1 * xhat_1 + w_2 * xhat_2, 0)) * 0.0003255208333333333
+        mean_w, mean_wx = tl.split((tl.sum(tl.join(w_0 + w_1 + w_2, w_0 * xhat_0 + w_1 * xhat_1 + w_2 * xhat_2), 0)) * 0.0003255208333333333)
         total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd
         total_1 = (w_1 - mean_w - xhat_1 * mean_wx) * rstd
         total_2 = (w_2 - mean_w - xhat_2 * mean_wx) * rstd
