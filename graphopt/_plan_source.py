@@ -33,6 +33,8 @@ class Source:
     manifest: Annotated[Path | None, _option(
         "--manifest", "Metadata: Parquet, CSV or JSONL with frames, height, width (and caption_length), or tokens.")
     ] = None
+    columns: Annotated[str | None, _option(
+        "--columns", "Your names of the columns, e.g. frames=nf,height=h,width=w,caption=len,id=key.")] = None
     fit_file: Annotated[Path | None, _option("--fit", "A fit that `graphopt fit` wrote.")] = None
     model: Annotated[str | None, _option("--model", "Instead of a fit: a built-in model (wan-1.3b, wan-14b).")] = None
     gpu: Annotated[str, _option("--gpu", "With --model: h200, h100, a100-80gb.")] = "h200"
@@ -57,10 +59,12 @@ class Source:
 
     def samples(self) -> Samples:
         """The data set's metadata."""
+        from graphopt.schedule import options
         from graphopt.schedule.dataset import read_samples
 
         assert self.manifest is not None
-        return read_samples(self.manifest, layout=self.layout, caption_bin=self.caption_bin)
+        names = options.pairs(self.columns, "columns")
+        return read_samples(self.manifest, layout=self.layout, caption_bin=self.caption_bin, columns=names)
 
     def cost(self, ranks: int, sync: str = "step") -> tuple[CostFit, float | None]:
         """(cost model, memory limit in bytes) for this many ranks; parameters are sharded with sync "microbatch"."""

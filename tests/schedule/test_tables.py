@@ -325,6 +325,18 @@ def test_cli_next_epoch_takes_what_was_carried(cli):
     assert "another data set" in other.output
 
 
+def test_cli_takes_other_column_names(cli):
+    table = rows(20)
+    pq.write_table(table.rename_columns([{"frames": "nf", "height": "hh"}.get(n, n) for n in table.column_names]), "named.parquet")
+    common = ("plan", "--manifest", "named.parquet", "--fit", "fit.json", "--m-mem", "33000")
+    assert "--columns frames=nf" in cli(*common).output.replace("\n", " ")
+    assert cli(*common, "--columns", "frames=nf, height=hh").exit_code == 0
+    for bad, message in (("frames", "must be pairs"), ("frames=", "must be pairs"), ("frame=nf", "unknown column roles")):
+        got = cli(*common, "--columns", bad)
+        assert got.exit_code == 2
+        assert message in got.output
+
+
 def test_cli_limit_over_the_gpu_is_warned_about(cli):
     common = ("plan", "--model", "wan-14b", "--manifest", "data.parquet", "--ranks", "4", "--tail", "pad")
     over = cli(*common, "--m-mem", "200000")
