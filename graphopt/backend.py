@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt import _compat, reporting
+from graphopt import _compat, _compat_capture, reporting
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError
 from graphopt.passes import catalogue, freeing_order, pipeline
@@ -49,6 +49,7 @@ def graphopt(
             freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
         )
     compiled = hand_over(rewritten, example_inputs, config, inductor_options)
+    _compat.trace_artifact("graphopt_report", record.to_json)
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
     log.debug("%s", of_callable)
     return counted(compiled, record)
@@ -97,7 +98,7 @@ def rewrite(
 
 def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | None:
     """The real inputs of a graph, or None with a warning where torch does not hold them."""
-    inputs = _compat.real_inputs(gm)
+    inputs = _compat_capture.real_inputs(gm)
     if inputs is None:
         warn("graphopt.verify: torch holds no values for the inputs of this graph, so its sites are not verified")
     return inputs

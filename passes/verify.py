@@ -60,7 +60,8 @@ def pair(
         for key, where, match in matches:
             if where != i or match.replacement is None:
                 continue
-            leaves = dict.fromkeys(names[n.name] for n in match.replacement.inputs.values() if n is not None)
+            inputs = [n for n in match.replacement.inputs.values() if n is not None]
+            leaves = dict.fromkeys(source for n in inputs for source in _sources(n, names))
             chain = _down_to({names[n.name] for n in (*match.core, *match.side)}, leaves)
             results = {names[n.name]: became[n] for n in match.replacement.results if became.get(n) in alive}
             placed.setdefault(old.graph, []).append(Placed(key, frozenset(chain), tuple(leaves), results))
@@ -94,20 +95,31 @@ def _guarded(gm: fx.GraphModule, inputs: list[Any]) -> list[Any]:
     ]
 
 
+def _sources(node: Node, names: dict[str, Node]) -> list[Node]:
+    """A node of the rewritten graph as nodes of the graph before: itself, or what new nodes made it from."""
+    if node.name in names:
+        return [names[node.name]]
+    return [source for up in node.all_input_nodes for source in _sources(up, names)]
+
+
+# what may stand between an input of an operator and the nodes its pattern named: `weight.float()`, `table + embedding`
+BETWEEN = ops_view.VIEWS | ops_view.PIECES | {"cast", "add"}
+
+
 def _down_to(chain: set[Node], leaves: Iterable[Node]) -> set[Node]:
-    """The chain with the casts and views between its inputs and it (`weight.float()`), which no pattern names."""
-    ends = set(leaves)
-    whole = set(chain)
-    for first in {up for n in chain for up in n.all_input_nodes} - chain - ends:
-        path, node = [], first
-        while isinstance(node, Node) and node not in ends and node.args:
-            if ops_view.canonical(node) != "cast" and ops_view.canonical(node) not in ops_view.VIEWS:
-                break
-            path.append(node)
-            node = node.args[0]
-        if node in ends:
-            whole.update(path)
-    return whole
+    """The chain with the cheap nodes between its inputs and it, which no pattern names."""
+    reaches: dict[Node, bool] = dict.fromkeys(leaves, True)
+
+    def reach(node: Node) -> bool:
+        if node not in reaches:
+            reaches[node] = False
+            if ops_view.canonical(node) in BETWEEN:
+                reaches[node] = any([reach(up) for up in node.all_input_nodes])
+        return reaches[node]
+
+    for first in {up for n in chain for up in n.all_input_nodes} - chain:
+        reach(first)
+    return chain | {n for n, there in reaches.items() if there} - set(leaves)
 
 
 class _Run:

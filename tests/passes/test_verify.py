@@ -137,6 +137,28 @@ def test_a_wrong_gradient_is_found(monkeypatch) -> None:
     assert report.count("modulate", "rewritten") == 1
 
 
+def test_a_registered_rule_that_is_wrong_is_dropped() -> None:
+    """The plug-in a user writes: right in shape and dtype, wrong by a factor."""
+    from graphopt.passes.pattern import Op, Var
+
+    def doubled(x):
+        return F.silu(x) * 2
+
+    def f(x, s, b, g):
+        return F.relu(F.silu(x)) + b
+
+    graphopt.register_rule(graphopt.Rule("their_silu", Op(F.silu, Var("x")), function=doubled))
+    try:
+        step = compiled(f)
+        args = operands()
+        torch.testing.assert_close(step(*args), f(*args))
+        (site,) = graphopt.report(step).sites
+        assert site.status == "declined"
+        assert "failed verification" in site.reason
+    finally:
+        graphopt.unregister_rule("their_silu")
+
+
 def test_an_operator_that_raises_is_dropped(monkeypatch) -> None:
     def broken(match, context):
         def fails(*args, **kwargs):
