@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from graphopt.schedule.plan import Plan
     from graphopt.schedule.planner import plan_batches
     from graphopt.schedule.simulate import simulate
+    from graphopt.streaming.attach import stream
+    from graphopt.streaming.optimizer import HostAdamW
 
 __version__ = "0.1.0"
 
@@ -43,10 +45,13 @@ _HOME = {
     "shape_benchmark": "graphopt.schedule.bench",
     "simulate": "graphopt.schedule.simulate",
     "trace_cost": "graphopt.schedule.cost",
+    # stream
+    "HostAdamW": "graphopt.streaming.optimizer",
+    "stream": "graphopt.streaming.attach",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
-    "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
+    "CheckFailed", "Config", "GraphoptError", "HostAdamW", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
+    "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "stream", "trace_cost",
 ]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,8 +39,12 @@ def graphopt(
     record = reporting.GraphRecord(_compat.current_compile_id(), [], _compat.current_attempt())
     of_callable = reporting.current()
     of_callable.add(record)
-    rewritten = rewrite(gm, config, record)
-    compiled = hand_over(rewritten, example_inputs, config, inductor_options)
+    engine = streamed(example_inputs)
+    if engine is not None:
+        compiled = by_layer(gm, example_inputs, engine, config, inductor_options, record)
+    else:
+        rewritten = rewrite(gm, config, record)
+        compiled = hand_over(rewritten, example_inputs, config, inductor_options)
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
     log.debug("%s", of_callable)
     return counted(compiled, record)
@@ -89,6 +94,34 @@ def hand_over(
     if config.compiler == "eager":
         return gm.forward
     return _compat.named_backend(config.compiler)(gm, example_inputs)
+
+
+def streamed(example_inputs: list[Any]) -> Any | None:
+    """The runtime behind a graph whose inputs are handles of a streamed model; None for any other graph."""
+    if "graphopt.streaming.attach" not in sys.modules:  # no model of this process is streamed
+        return None
+    from graphopt.streaming.compile import engine_of
+
+    return engine_of(example_inputs)
+
+
+def by_layer(
+    gm: fx.GraphModule, example_inputs: list[Any], engine: Any, config: Config, inductor_options: dict[str, Any],
+    record: reporting.GraphRecord,
+) -> Callable[..., Any]:
+    """Compile the graph of a streamed model: cut it by layer, each class of equal layers once."""
+    from graphopt.streaming.compile import compile_streamed
+
+    def one(part: fx.GraphModule) -> tuple[fx.GraphModule, list[PassRecord]]:
+        of_part = reporting.GraphRecord(record.compile_id, [], notes=record.notes)
+        return rewrite(part, config, of_part), of_part.passes
+
+    result = compile_streamed(gm, example_inputs, engine, one,
+                              lambda part, inputs: hand_over(part, inputs, config, inductor_options),
+                              frame=record.compile_id.split("/")[0])
+    record.passes += result.records
+    record.notes += result.notes
+    return result.program
 
 
 def counted(compiled: Callable[..., Any], record: reporting.GraphRecord) -> Callable[..., Any]:
