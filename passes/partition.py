@@ -108,14 +108,9 @@ def partition(gm: fx.GraphModule, layers: Iterable[str]) -> list[Segment]:
     """Cut a graph into segments, in order.  Raises StreamError where a layer cannot be cut out."""
     names = set(layers)
     _gather_unpacking(gm.graph)
+    members = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     segments: list[Segment] = []
-    for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        if "nn_module_stack" not in node.meta and segments:
-            segments[-1].nodes.append(node)  # unpacking and sizes that Dynamo gives no owner follow what they stand behind
-            continue
-        name = layer_of(node, names)
+    for node, name in zip(members, _owners(members, names)):
         if not segments or segments[-1].layer != name:
             segments.append(Segment(name))
         segments[-1].nodes.append(node)
@@ -123,6 +118,16 @@ def partition(gm: fx.GraphModule, layers: Iterable[str]) -> list[Segment]:
     for s in segments:
         _check(gm, s)
     return segments
+
+
+def _owners(nodes: list[Node], names: set[str]) -> list[str | None]:
+    """The layer of every node.  One without a module stack is the root's own code, unless a layer goes on behind it."""
+    owners = [layer_of(n, names) for n in nodes]
+    known = [i for i, n in enumerate(nodes) if n.meta.get("nn_module_stack")]
+    for a, b in zip(known, known[1:]):
+        if owners[a] == owners[b]:
+            owners[a + 1:b] = [owners[a]] * (b - a - 1)
+    return owners
 
 
 def _is_body(gm: fx.GraphModule, node: Node) -> bool:

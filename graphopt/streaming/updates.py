@@ -61,6 +61,11 @@ class Updates:
                                   name="graphopt-adamw", daemon=True)
         thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Is nothing queued?"""
+        return not self._jobs
+
     def submit(self, job: Job) -> None:
         """Queue an update; readers of the layer wait for it from now on."""
         self.store.check()
@@ -142,9 +147,11 @@ def _loop(owner: Any, changed: threading.Condition) -> None:
                 return
             job = updates.take()
             if job is None:
-                del updates
                 with changed:
-                    changed.wait(0.2)
+                    idle = updates.idle
+                    del updates
+                    if idle:
+                        changed.wait(1.0)
                 continue
             try:
                 updates.run(job)
