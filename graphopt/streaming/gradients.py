@@ -78,12 +78,10 @@ class Gradients:
         entries = [e for e, _ in found]
         torch._foreach_copy_([e.gradient(slab) for e in entries], [g for _, g in found])
         again = landing.sum is not None or any(e in landing.fresh for e in entries)
-        if self.keep_norms:
-            for e, g in found:
-                if again:
-                    landing.norms.clear()
-                    break
-                landing.norms[e] = torch.linalg.vector_norm(g, dtype=torch.float32)
+        if again:
+            landing.norms.clear()
+        elif self.keep_norms:
+            landing.norms.update(zip(entries, torch._foreach_norm([g for _, g in found], 2, dtype=torch.float32)))
         if again:
             self._busy[turn] = self._accumulate(layer, landing, entries, slab, updates)
         else:

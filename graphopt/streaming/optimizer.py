@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from graphopt.codegen import adamw_cpp
 from graphopt.codegen.adamw import Hyper, update_
 from graphopt.errors import ConfigError, StreamError
 from graphopt.streaming import handles, memory
@@ -245,7 +247,9 @@ class HostAdamW(torch.optim.Optimizer):
 
 
 def _kernel(name: str) -> Callable[..., None]:
-    return update_
+    # two cores stay for the thread that launches kernels and the one that copies
+    threads = max(1, len(os.sched_getaffinity(0)) - 2)
+    return update_ if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
 
 
 def _validate(lr: Any, betas: Any, eps: Any, weight_decay: Any, update: str, accumulate: int, ema: Any, kernel: str) -> None:
