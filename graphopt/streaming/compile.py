@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.errors import StreamError
-from graphopt.passes import partition, pipeline, stream_check, stream_classes, stream_graph
+from graphopt.passes import partition, pipeline, stream_classes
 from graphopt.passes.partition import Segment, example
 from graphopt.passes.record import PassRecord
 from graphopt.streaming import handles
@@ -80,26 +80,15 @@ def compile_streamed(
     steps = [builder.step(s, number) for s in segments]
     _mark_dead(steps, _results(twin, number), len(nodes))
     calls = [s.call for s in steps if isinstance(s.call, LayerCall)]
-    schedule = _schedule(calls, engine)
     program = Program(
         engine, steps,
         constants={number[n]: partition.attribute(twin, str(n.target)) for n in number if n.op == "get_attr"},
-        results=_results(twin, number), size=len(number), schedule=schedule, arguments=len(nodes),
+        results=_results(twin, number), size=len(number), arguments=len(nodes),
     )
-    program.forward_nodes, program.backward_nodes = stream_graph.phases(schedule)
+    program.plan()
     classes = Counter(id(c.forward) for c in calls)
     note = f"streamed: {len(calls)} calls of layers in {len(classes)} classes, {len(engine.ring.slots)} slots"
     return Result(program, builder.records, [note])
-
-
-def _schedule(calls: list[LayerCall], engine: Engine) -> fx.Graph:
-    planned = [stream_graph.Call(c.layer.fqn, trained=any(e.trained for e in c.entries), backward=c.train is not None)
-               for c in calls]
-    optimizer = engine.optimizer() if engine.optimizer else None
-    update = "deferred" if optimizer is None else optimizer.update
-    train = any(c.backward for c in planned)
-    stream_check.check(stream_graph.build(planned, len(engine.ring.slots), update, steps=2, train=train))
-    return stream_graph.build(planned, len(engine.ring.slots), update, train=train)
 
 
 def _own(segments: list[Segment], entries: dict[Node, Entry], engine: Engine, frame: str) -> None:

@@ -69,10 +69,16 @@ class Engine:
                 optimizer.check_forward()
             self.program = weakref.ref(program)
 
+    def set_slots(self, slots: int) -> None:
+        """Another number of slots, from the next forward on; no backward may be outstanding."""
+        if any(self.outstanding.values()):
+            raise StreamError("slots cannot change between a forward and its backward", remedy="change them after step()")
+        self.ring = Ring(self.store, self.link, slots)
+
     def prime(self) -> None:
         """Queue the first prefetches of the next forward: called when the updates they wait for are queued."""
         program = self.program() if self.program else None
-        if program is not None:
+        if program is not None and program.planned == len(self.ring.slots):
             Walk(program.forward_nodes).after(self)
 
     def ticket(self, layer: HostLayer) -> Ticket:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from graphopt.errors import StreamError
+from graphopt.passes import stream_check, stream_graph
 from graphopt.streaming.engine import Engine, Walk
 from graphopt.streaming.store import Entry, HostLayer
 
@@ -67,20 +69,35 @@ class Program:
     constants: dict[int, Any]
     results: tuple[Any, ...]  # structure of the output: a number stands for a value
     size: int
-    schedule: Any  # fx.Graph
+    arguments: int
+    schedule: fx.Graph = field(default_factory=fx.Graph)
     forward_nodes: list[Any] = field(default_factory=list)
     backward_nodes: list[Any] = field(default_factory=list)
-    arguments: int = 0
+    planned: int = 0  # slots the schedule was made for
 
     @property
     def calls(self) -> list[LayerCall]:
         """Calls of layers, in order."""
         return [s.call for s in self.steps if isinstance(s.call, LayerCall)]
 
+    def plan(self) -> None:
+        """Make the schedule for the engine's ring and the optimizer's order, and prove it over two steps."""
+        planned = [stream_graph.Call(c.layer.fqn, any(e.trained for e in c.entries), c.train is not None)
+                   for c in self.calls]
+        optimizer = self.engine.optimizer() if self.engine.optimizer else None
+        settings: dict[str, Any] = {"slots": len(self.engine.ring.slots), "train": any(c.backward for c in planned),
+                                    "update": "deferred" if optimizer is None else optimizer.update}
+        stream_check.check(stream_graph.build(planned, steps=2, **settings))
+        self.schedule = stream_graph.build(planned, **settings)
+        self.forward_nodes, self.backward_nodes = stream_graph.phases(self.schedule)
+        self.planned = len(self.engine.ring.slots)
+
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
         engine = self.engine
         engine.begin(self)
+        if self.planned != len(engine.ring.slots):
+            self.plan()
         values: list[Any] = [None] * self.size
         values[:len(args)] = args
         for i, constant in self.constants.items():
