@@ -73,7 +73,7 @@ def jitter(inputs, seed):
 
     def other(x):
         if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 1:
-            return x + torch.randn(x.shape, generator=g).to(x.dtype) * 0.1
+            return x + torch.randn(x.shape, generator=g).to(x) * 0.1
         return x
 
     return pytree.tree_map(other, inputs)
