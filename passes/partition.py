@@ -20,8 +20,6 @@ from torch.fx import Node
 from graphopt.errors import StreamError
 from graphopt.passes import facts, source
 
-GLUE = None
-
 
 @dataclass
 class Segment:

@@ -239,6 +239,12 @@ class HostAdamW(torch.optim.Optimizer):
 
         return state.optimizer_state(self)
 
+    def ema_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The moving average by parameter name, fp32, of everything this optimizer trains.  Needs ema=."""
+        from graphopt.streaming import state
+
+        return state.average_of(self, model)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` (or that of torch.optim.AdamW over fp32 masters) returned."""
         from graphopt.streaming import state

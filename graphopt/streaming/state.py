@@ -130,6 +130,26 @@ def _state_of(optimizer: HostAdamW, p: torch.nn.Parameter) -> dict[str, Any] | N
     return out
 
 
+def average_of(optimizer: HostAdamW, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """See HostAdamW.ema_state_dict."""
+    if optimizer.ema is None:
+        raise StreamError("no moving average is kept", remedy="make the optimizer with HostAdamW(..., ema=0.999)")
+    optimizer.flush()
+    mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    found = {}
+    for name, p in model.named_parameters():
+        if id(p) not in mine or not p.requires_grad:
+            continue
+        entry = handles.entry_of(p)
+        if entry is None:
+            found[name] = optimizer.resident.get(p)["ema"]
+        else:
+            s = optimizer.states[entry.layer]
+            assert s.average is not None
+            found[name] = s.of(s.average, entry).as_strided(entry.shape, entry.stride)
+    return found
+
+
 def load_optimizer_state(optimizer: HostAdamW, state_dict: dict[str, Any]) -> None:
     """See HostAdamW.load_state_dict.  Everything is checked before anything is changed."""
     groups, state = state_dict["param_groups"], state_dict["state"]

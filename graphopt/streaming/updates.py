@@ -31,6 +31,9 @@ class State:
         self.residual = flat(torch.int16) if split else None
         self.average = flat(torch.float32) if ema else None
         self.steps = dict.fromkeys(layer.trained, 0)
+        if self.average is not None:
+            for e in layer.trained:
+                self.of(self.average, e).copy_(layer.weight(e).as_strided((e.numel,), (1,)))
 
     def of(self, flat: torch.Tensor, entry: Entry) -> torch.Tensor:
         """One parameter's part of a flat buffer, 1-d."""
