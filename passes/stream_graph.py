@@ -10,12 +10,14 @@ write and reuse of a slot, `streaming.engine` runs it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 from torch.fx import Node
+
+from graphopt.schedule.stream_sim import Task
 
 
 def prefetch(*after: Any, layer: str, slot: int, step: int) -> None:
@@ -208,3 +210,16 @@ def phases(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
             seen = any(u.kwargs["phase"] == "backward" for u in users)
         (backward if seen else forward).append(node)
     return forward, backward
+
+
+def tasks(graph: fx.Graph, seconds: Callable[[Node], float], nbytes: Callable[[Node], int]) -> list[Task]:
+    """The schedule for the fake clock: what every node takes and moves is given by the caller."""
+    from graphopt.passes.stream_check import accesses
+
+    made = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            reads, writes = accesses(node)
+            made.append(Task(node.name, STREAM[node.target], seconds(node), tuple(a.name for a in node.all_input_nodes),
+                             tuple(reads), tuple(writes), nbytes(node)))
+    return made
