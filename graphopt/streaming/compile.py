@@ -83,7 +83,7 @@ def compile_streamed(
     program = Program(
         engine, steps,
         constants={number[n]: partition.attribute(twin, str(n.target)) for n in number if n.op == "get_attr"},
-        results=_results(twin, number), size=len(number), arguments=len(nodes),
+        results=_results(twin, number), size=len(number), handles=tuple(i for i, n in enumerate(nodes) if n in entries),
     )
     program.plan()
     classes = Counter(id(c.forward) for c in calls)

@@ -27,9 +27,13 @@ def guard(model: nn.Module, engine: Engine) -> None:
 
 
 def _wrapped(forward: Callable[..., Any], engine: Engine, layer: HostLayer) -> Callable[..., Any]:
+    # Dynamo reuses compiled code for another model of the same class and shapes; a string that the traced code reads is
+    # guarded by value, so code compiled for this model's host store runs for this model only
+    owner = str(id(engine))
+
     @functools.wraps(forward)
     def fetch_then_run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if owner != "" and torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         with materialized(engine, layer):
             return forward(*args, **kwargs)

@@ -18,6 +18,7 @@ from torch import fx
 from graphopt.errors import StreamError
 from graphopt.passes import stream_check, stream_graph
 from graphopt.streaming.engine import Engine, Walk
+from graphopt.streaming.handles import entry_of
 from graphopt.streaming.store import Entry, HostLayer
 
 
@@ -69,7 +70,7 @@ class Program:
     constants: dict[int, Any]
     results: tuple[Any, ...]  # structure of the output: a number stands for a value
     size: int
-    arguments: int
+    handles: tuple[int, ...]  # which arguments are handles
     schedule: fx.Graph = field(default_factory=fx.Graph)
     forward_nodes: list[Any] = field(default_factory=list)
     backward_nodes: list[Any] = field(default_factory=list)
@@ -95,6 +96,10 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
         engine = self.engine
+        entry = entry_of(args[self.handles[0]])
+        if entry is None or entry.layer.engine is not engine:
+            raise StreamError("code compiled for one streamed model was called with another", where=str(entry),
+                              remedy="call torch._dynamo.reset(), and report this to graphopt")
         engine.begin(self)
         if self.planned != len(engine.ring.slots):
             self.plan()
