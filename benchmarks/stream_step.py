@@ -1,6 +1,7 @@
 """Steps of a streamed Wan-shaped model against the same compiled layers resident, in one run.
 
-    python benchmarks/stream_step.py [--layers 30] [--width 1.3b|14b] [--grid 5x30x52] [--slots 3] [--updates deferred,priority]
+    python benchmarks/stream_step.py [--layers 30] [--width 1.3b|14b] [--grid 5x30x52] [--slots 3]
+                                     [--updates deferred,priority]
 
 Measured: H2D, D2H and AdamW alone; the step with every layer in a slot and no optimizer (resident compute); then each
 update order.  bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  Rows: as in product terms
@@ -155,8 +156,10 @@ def main() -> None:
     if GPU:
         torch.cuda.empty_cache()
     engine = attach.engine_of(model)
-    say(f"[{time.perf_counter() - t0:.1f} s] {params / 1e9:.3f} B parameters, {len(engine.store.layers)} layers of "
-        f"{engine.store.layers[0].nbytes / 1e6:.1f} MB, pinned {engine.store.layers[0].weights.is_pinned() if GPU else '-'}")
+    first = engine.store.layers[0]
+    now = lambda: f"[{time.perf_counter() - t0:.1f} s]"
+    say(f"{now()} {params / 1e9:.3f} B parameters, {len(engine.store.layers)} layers of {first.nbytes / 1e6:.1f} MB, "
+        f"pinned {first.weights.is_pinned() if GPU else '-'}")
     options = {"graphopt.compiler": a.compiler}
     if a.compiler != "inductor":
         options["graphopt.rules"] = []
@@ -167,7 +170,7 @@ def main() -> None:
     loss.backward()
     if GPU:
         torch.cuda.synchronize()
-    say(f"[{time.perf_counter() - t0:.1f} s] first step (compile) {time.perf_counter() - t:.1f} s, loss {loss.item():.5f}; "
+    say(f"{now()} first step (compile) {time.perf_counter() - t:.1f} s, loss {loss.item():.5f}; "
         f"{graphopt.last_report().graphs[-1].notes}")
     engine.gradients.clear()
     model.zero_grad()
@@ -186,9 +189,9 @@ def main() -> None:
     if GPU:
         torch.cuda.empty_cache()
     rate = rates(engine, opt)
-    say(f"[{time.perf_counter() - t0:.1f} s] GB/s alone: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()))
+    say(f"{now()} GB/s alone: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()))
     nb = sum(x.nbytes for x in engine.store.layers)
-    up1, up2 = nb / rate["h2d"] / 1e6, (nb - a.slots * engine.store.layers[0].nbytes) / rate["h2d"] / 1e6
+    up1, up2 = nb / rate["h2d"] / 1e6, (nb - a.slots * first.nbytes) / rate["h2d"] / 1e6
     down = sum(x.grad_bytes for x in engine.store.layers) / rate["d2h"] / 1e6
     adam = 26 * sum(x.elements for x in engine.store.layers) / rate["adamw"] / 1e6
     b = r - f
@@ -208,14 +211,16 @@ def main() -> None:
         opt.flush()
         ms = statistics.median(times)
         peak = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
-        say(f"[{time.perf_counter() - t0:.1f} s] {update}: step {ms:.1f} ms ({min(times):.1f}-{max(times):.1f}), forward "
-            f"{statistics.median(fw):.1f}, bound {bounds[update]:.1f}, rho {bounds[update] / ms:.3f}, x{ms / r:.3f} resident, "
-            f"peak {peak:.2f} GiB, misses {engine.ring.misses - misses}, uploads {engine.ring.uploads - uploads}, "
+        say(f"{now()} {update}: step {ms:.1f} ms ({min(times):.1f}-{max(times):.1f}), "
+            f"forward {statistics.median(fw):.1f}, "
+            f"bound {bounds[update]:.1f}, rho {bounds[update] / ms:.3f}, x{ms / r:.3f} resident, peak {peak:.2f} GiB, "
+            f"misses {engine.ring.misses - misses}, uploads {engine.ring.uploads - uploads}, "
             f"losses {losses[0]:.5f} {losses[-1]:.5f}")
         rows.append(dict(
-            params_b=round(params / 1e9, 3), tokens=tokens, system="graphopt", update=update, overlap=True, slots=a.slots,
-            layers=a.layers, width=a.width, forward_ms=statistics.median(fw), step_ms=ms, resident_ms=r,
-            bound_ms=bounds[update], rho=bounds[update] / ms, peak_gib=peak, host_gib=engine.store.arena.nbytes / 2**30))
+            params_b=round(params / 1e9, 3), tokens=tokens, system="graphopt", update=update, overlap=True,
+            slots=a.slots, layers=a.layers, width=a.width, forward_ms=statistics.median(fw), step_ms=ms, resident_ms=r,
+            bound_ms=bounds[update], rho=bounds[update] / ms, peak_gib=peak,
+            host_gib=engine.store.arena.nbytes / 2**30))
     save("stream", rows, ("params_b", "tokens", "system", "update", "slots", "layers"),
          {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 

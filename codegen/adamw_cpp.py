@@ -108,8 +108,8 @@ def cache_folder() -> Path:
 
 def _machine() -> str:
     info = Path("/proc/cpuinfo")
-    flags = next((x for x in info.read_text().splitlines() if x.startswith(("flags", "Features"))), "") if info.exists() else ""
-    return platform.machine() + flags
+    lines = info.read_text().splitlines() if info.exists() else []
+    return platform.machine() + next((x for x in lines if x.startswith(("flags", "Features"))), "")
 
 
 def build() -> Path:
@@ -126,7 +126,8 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         file, made = Path(folder) / "adamw.cpp", Path(folder) / "adamw.so"
         file.write_text(text)
-        done = subprocess.run([compiler, *FLAGS, str(file), "-o", str(made)], capture_output=True, text=True, check=False)
+        command = [compiler, *FLAGS, str(file), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise CodegenError(f"{compiler} failed on the AdamW kernel", where=done.stderr[-800:],
                                remedy="use HostAdamW(kernel='torch'), or another compiler by CXX")
@@ -136,7 +137,7 @@ def build() -> Path:
 
 @contextmanager
 def _passive_waiting() -> Iterator[None]:
-    """OpenMP reads this when it is loaded: idle threads of the team sleep, instead of taking cores from the launches."""
+    """OpenMP reads this when it is loaded: idle threads of the team sleep and leave the cores to the launches."""
     before = os.environ.get("OMP_WAIT_POLICY")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
@@ -152,7 +153,8 @@ def load(threads: int) -> Callable[..., None]:
         with _passive_waiting():
             library = ctypes.CDLL(str(build()))
     except OSError as error:
-        raise CodegenError(f"the AdamW kernel could not be loaded: {error}", remedy="use HostAdamW(kernel='torch')") from error
+        raise CodegenError(f"the AdamW kernel could not be loaded: {error}",
+                           remedy="use HostAdamW(kernel='torch')") from error
 
     def update(
         weight: torch.Tensor, residual: torch.Tensor | None, gradient: torch.Tensor, exp_avg: torch.Tensor,

@@ -50,8 +50,8 @@ _HOME = {
     "stream": "graphopt.streaming.attach",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "HostAdamW", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
-    "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "stream", "trace_cost",
+    "CheckFailed", "Config", "GraphoptError", "HostAdamW", "Plan", "Report", "check", "configure", "fit_cost",
+    "fit_memory", "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "stream", "trace_cost",
 ]
 
 

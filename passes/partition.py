@@ -12,6 +12,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -63,29 +65,12 @@ def inline_checkpoints(gm: fx.GraphModule, holds_layer: Callable[[Node], bool]) 
             continue
         if not any(holds_layer(n) for n in node.all_input_nodes):
             continue
-        body = gm.get_submodule(str(node.args[0].target))
-        operands = iter(node.args[1:])
-        env: dict[Node, object] = {}
-        result: object = None
-        with gm.graph.inserting_before(node):
-            for inner in body.graph.nodes:
-                if inner.op == "placeholder":
-                    env[inner] = next(operands)
-                elif inner.op == "output":
-                    result = fx.node.map_arg(inner.args[0], lambda n: env[n])
-                else:
-                    if inner.op == "get_attr":
-                        name = f"{node.args[0].target}_{inner.target}".replace(".", "_")
-                        setattr(gm, name, attribute(body, str(inner.target)))
-                        env[inner] = gm.graph.get_attr(name)
-                    else:
-                        env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
-                    env[inner].meta = dict(inner.meta)  # type: ignore[attr-defined]
+        result = _put_in_line(gm, node)
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise StreamError("a checkpoint's result is not unpacked", where=source.where(node),
                                   remedy="report this graph to graphopt")
-            user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
+            user.replace_all_uses_with(result[user.args[1]])
             gm.graph.erase_node(user)
         gm.graph.erase_node(node)
         done += 1
@@ -95,20 +80,53 @@ def inline_checkpoints(gm: fx.GraphModule, holds_layer: Callable[[Node], bool]) 
     return done
 
 
-def attribute(gm: torch.nn.Module, path: str) -> object:
-    value: object = gm
+def _put_in_line(gm: fx.GraphModule, node: Node) -> Any:
+    """Copy a checkpoint's body before it; returns what its output became."""
+    named: Any = node.args[0]
+    body: Any = gm.get_submodule(str(named.target))
+    operands = iter(node.args[1:])
+    env: dict[Node, Any] = {}
+    result: Any = None
+    with gm.graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                env[inner] = next(operands)
+                continue
+            if inner.op == "output":
+                result = fx.node.map_arg(inner.args[0], lambda n: env[n])
+                continue
+            if inner.op == "get_attr":
+                name = f"{named.target}_{inner.target}".replace(".", "_")
+                setattr(gm, name, attribute(body, str(inner.target)))
+                env[inner] = gm.graph.get_attr(name)
+            else:
+                env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
+            env[inner].meta = dict(inner.meta)
+    return result
+
+
+def attribute(gm: torch.nn.Module, path: str) -> Any:
+    """What stands at a dotted path of a module."""
+    value: Any = gm
     for name in path.split("."):
         value = getattr(value, name)
     return value
 
 
-def partition(gm: fx.GraphModule, layers: Iterable[str]) -> list[Segment]:
-    """Cut a graph into segments, in order.  Raises StreamError where a layer cannot be cut out."""
+def partition(gm: fx.GraphModule, layers: Iterable[str], only: str | None = None) -> list[Segment]:
+    """Cut a graph into segments, in order.  Raises StreamError where a layer cannot be cut out.
+
+    only: the one layer whose weights the graph reads; where no module stack names it, the graph is that layer (it was
+    compiled by itself).
+    """
     names = set(layers)
     _gather_unpacking(gm.graph)
     members = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     segments: list[Segment] = []
-    for node, name in zip(members, _owners(members, names)):
+    owners = _owners(members, names)
+    if only is not None and not any(owners):
+        owners = [only] * len(owners)
+    for node, name in zip(members, owners):
         if not segments or segments[-1].layer != name:
             segments.append(Segment(name))
         segments[-1].nodes.append(node)
@@ -122,7 +140,7 @@ def _owners(nodes: list[Node], names: set[str]) -> list[str | None]:
     """The layer of every node.  One without a module stack is the root's own code, unless a layer goes on behind it."""
     owners = [layer_of(n, names) for n in nodes]
     known = [i for i, n in enumerate(nodes) if n.meta.get("nn_module_stack")]
-    for a, b in zip(known, known[1:]):
+    for a, b in pairwise(known):
         if owners[a] == owners[b]:
             owners[a + 1:b] = [owners[a]] * (b - a - 1)
     return owners
@@ -173,11 +191,11 @@ def _check(gm: fx.GraphModule, segment: Segment) -> None:
             break
     if opened != 0:
         raise StreamError(
-            f"a context (autocast, no_grad) opens inside {segment.layer or 'the code between layers'} and closes outside",
+            f"a context (autocast, no_grad) opens in {segment.layer or 'the code between layers'} and does not close",
             where=segment.where, remedy="open and close it inside the layer, or around the whole model",
         )
-    modes = [n.args[0] for n in segment.nodes if n.op == "call_function" and
-             getattr(n.target, "__name__", "") == "_set_grad_enabled"]
+    modes = [n.args[0] for n in segment.nodes
+             if n.op == "call_function" and getattr(n.target, "__name__", "") == "_set_grad_enabled"]
     if modes and (len(modes) % 2 or not modes[-1]) and segment.layer is not None:
         raise StreamError(f"{segment.layer} switches gradients off and does not switch them on again",
                           where=segment.where, remedy="use torch.no_grad() as a context inside the layer")
@@ -196,8 +214,8 @@ def _check(gm: fx.GraphModule, segment: Segment) -> None:
     for node in segment.outputs:
         value = example(node)
         if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, int, float, bool)):
-            raise StreamError(f"{segment.layer} gives out a {type(value).__name__} ({node.name})", where=source.where(node),
-                              remedy="give out tensors")
+            raise StreamError(f"{segment.layer} gives out a {type(value).__name__} ({node.name})",
+                              where=source.where(node), remedy="give out tensors")
 
 
 def extract(gm: fx.GraphModule, segment: Segment) -> fx.GraphModule:

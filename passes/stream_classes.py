@@ -68,7 +68,8 @@ def _target(node: Node) -> str:
     t = node.target
     if isinstance(t, str):
         return t
-    return f"{getattr(t, '__module__', '')}.{getattr(t, '__qualname__', None) or getattr(t, '__name__', None) or str(t)}"
+    name = getattr(t, "__qualname__", None) or getattr(t, "__name__", None) or str(t)
+    return f"{getattr(t, '__module__', '')}.{name}"
 
 
 def describe(value: object) -> str:

@@ -179,7 +179,8 @@ class _Builder:
         for slot, layer in enumerate(self.held):
             if layer is None:
                 return slot
-            following = next((u for u in range(t, len(self.uses)) if self.calls[self.uses[u][2]].layer == layer), 1 << 60)
+            later = (u for u in range(t, len(self.uses)) if self.calls[self.uses[u][2]].layer == layer)
+            following = next(later, 1 << 60)
             if following > v and following > farthest:
                 best, farthest = slot, following
         return best

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -18,6 +17,8 @@ from graphopt.streaming.store import Entry, HostLayer, HostStore
 
 # families of layers that hold less than this part of all layers' bytes stay on the device under resident="auto"
 SMALL = 0.05
+# attributes by which other systems that move weights mark a module: accelerate, diffusers, DeepSpeed, FSDP
+FOREIGN = ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module")
 
 
 def stream(
@@ -41,7 +42,7 @@ def stream(
     target = torch.device(device)
     _refuse(model, slots)
     chosen = _layers(model, layers)
-    plan, total = _plan(model, chosen, resident)
+    plan = _plan(model, chosen, resident)
     if not plan:
         raise StreamError("no layers to stream were found", where=type(model).__name__,
                           remedy="name them: graphopt.stream(model, layers=['blocks.*'])")
@@ -79,16 +80,18 @@ def engine_of(model: nn.Module) -> Engine:
 def _refuse(model: nn.Module, slots: int) -> None:
     if not isinstance(slots, int) or slots < 1:
         raise StreamError(f"slots is {slots!r}", remedy="use a whole number from 1 up; 2 overlaps upload and compute")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks > 1:
         raise StreamError(
-            f"streaming works in one process, this is one of {torch.distributed.get_world_size()}",
+            f"streaming works in one process, this is one of {ranks}",
             remedy="use FSDP2 (torch.distributed.fsdp.fully_shard, with CPUOffloadPolicy), compiled by graphopt",
         )
     for name, module in model.named_modules():
-        other = next((h for h in ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module") if hasattr(module, h)), None)
+        other = next((h for h in FOREIGN if hasattr(module, h)), None)
         if other:
-            raise StreamError(f"another system manages this model's weights ({other})", where=name or type(model).__name__,
-                              remedy="do not combine graphopt.stream with other offloading or sharding")
+            raise StreamError(
+                f"another system manages this model's weights ({other})", where=name or type(model).__name__,
+                remedy="do not combine graphopt.stream with other offloading or sharding")
     for name, p in model.named_parameters():
         if handles.entry_of(p) is not None:
             raise StreamError("the model is streamed already", where=name, remedy="call graphopt.stream once")
@@ -117,7 +120,7 @@ def _layers(model: nn.Module, named: Sequence[str] | None) -> dict[str, nn.Modul
 
 def _plan(
     model: nn.Module, chosen: dict[str, nn.Module], resident: str | int | Sequence[str]
-) -> tuple[list[HostLayer], int]:
+) -> list[HostLayer]:
     """The layers that are streamed, laid out; shared parameters and what `resident` names are left out."""
     owner: dict[int, set[str]] = {}
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -144,7 +147,7 @@ def _plan(
             entries.append(e)
         if entries:
             plan.append(HostLayer(fqn, len(plan), entries))
-    return plan, sum(size.values())
+    return plan
 
 
 def _resident(size: dict[str, int], resident: str | int | Sequence[str]) -> set[str]:
@@ -153,8 +156,9 @@ def _resident(size: dict[str, int], resident: str | int | Sequence[str]) -> set[
         for n, b in size.items():
             family[n.rsplit(".", 1)[0]] = family.get(n.rsplit(".", 1)[0], 0) + b
         return {n for n in size if family[n.rsplit(".", 1)[0]] < SMALL * sum(size.values())}
-    if isinstance(resident, bool) or isinstance(resident, str):
-        raise StreamError(f"resident is {resident!r}", remedy="use 'auto', a number of first layers, or a list of names")
+    if isinstance(resident, (bool, str)):
+        raise StreamError(f"resident is {resident!r}",
+                          remedy="use 'auto', a number of first layers, or a list of names")
     if isinstance(resident, int):
         if not 0 <= resident < len(size):
             raise StreamError(f"resident={resident} of {len(size)} layers", remedy="leave at least one layer to stream")

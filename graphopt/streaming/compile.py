@@ -72,8 +72,9 @@ def compile_streamed(
     nodes = twin.graph.find_nodes(op="placeholder")
     entries = {n: e for n, e in zip(nodes, map(handles.entry_of, inputs)) if e is not None}
     partition.inline_checkpoints(twin, lambda n: n in entries)
-    segments = partition.partition(twin, engine.store.by_fqn)
-    _own(segments, entries, engine, frame)
+    read = {e.layer.fqn for e in entries.values()}
+    segments = partition.partition(twin, engine.store.by_fqn, next(iter(read)) if len(read) == 1 else None)
+    _own(segments, entries)
     number = _numbers(twin, segments)
     real = dict(zip(nodes, inputs))
     builder = _Builder(twin, engine, entries, real, rewrite, compile_one)
@@ -83,16 +84,21 @@ def compile_streamed(
     program = Program(
         engine, steps,
         constants={number[n]: partition.attribute(twin, str(n.target)) for n in number if n.op == "get_attr"},
-        results=_results(twin, number), size=len(number), handles=tuple(i for i, n in enumerate(nodes) if n in entries),
+        results=_results(twin, number), size=len(number), anchors=tuple(builder.anchors),
     )
     program.plan()
     classes = Counter(id(c.forward) for c in calls)
     note = f"streamed: {len(calls)} calls of layers in {len(classes)} classes, {len(engine.ring.slots)} slots"
-    return Result(program, builder.records, [note])
+    notes = [note]
+    split = _split(entries, engine, frame)
+    if split:
+        notes.append(f"{split[0]} is in more than one graph, so its weights are uploaded for each of them; a graph "
+                     "break inside it? (TORCH_LOGS=graph_breaks)")
+    return Result(program, builder.records, notes)
 
 
-def _own(segments: list[Segment], entries: dict[Node, Entry], engine: Engine, frame: str) -> None:
-    """Check that every layer's weights are read inside the layer, and that each layer is in one graph."""
+def _own(segments: list[Segment], entries: dict[Node, Entry]) -> None:
+    """Check that every layer's weights are read inside the layer."""
     for segment in segments:
         for node in segment.inputs:
             entry = entries.get(node)
@@ -101,21 +107,23 @@ def _own(segments: list[Segment], entries: dict[Node, Entry], engine: Engine, fr
             if segment.layer != entry.layer.fqn:
                 raise StreamError(
                     f"{entry.fqn} is read outside its layer, by {segment.layer or 'the code between layers'}",
-                    where=segment.where, remedy=f"keep it resident: graphopt.stream(..., resident=['{entry.layer.fqn}'])",
+                    where=segment.where,
+                    remedy=f"keep it resident: graphopt.stream(..., resident=['{entry.layer.fqn}'])",
                 )
             if entry.handle.requires_grad and not entry.trained:
                 raise StreamError(f"{entry.fqn} was frozen when the model was streamed and is trained now",
                                   remedy="set requires_grad before graphopt.stream")
+def _split(entries: dict[Node, Entry], engine: Engine, frame: str) -> list[str]:
+    """Layers that are in another frame's graph too: a graph break inside them, or a part compiled by itself."""
+    split = []
     for layer in engine.store.layers:
-        read = frozenset(e.name for n, e in entries.items() if e.layer is layer and n.users)
-        if not read:
-            continue
-        owner, before = engine.owners.setdefault(layer.fqn, (frame, read))
-        if owner != frame and before != read and len(read | before) > max(len(read), len(before)):
-            raise StreamError(
-                f"{layer.fqn} is in two graphs, so there is a graph break inside it",
-                remedy="remove the break (TORCH_LOGS=graph_breaks names it), or keep the layer resident",
-            )
+        read = {e.name for n, e in entries.items() if e.layer is layer and n.users}
+        if read:
+            frames = engine.frames.setdefault(layer.fqn, {})
+            frames[frame] = frames.get(frame, set()) | read
+            if len(frames) > 1 and len(set().union(*frames.values())) > min(map(len, frames.values())):
+                split.append(layer.fqn)
+    return split
 
 
 def _numbers(gm: fx.GraphModule, segments: list[Segment]) -> dict[Node, int]:
@@ -153,15 +161,18 @@ class _Builder:
         self.classes: dict[str, Any] = {}
         self.records: list[PassRecord] = []
         self.calls = 0
+        self.anchors: list[int] = []
 
     def step(self, segment: Segment, number: dict[Node, int]) -> Step:
         """One segment, compiled."""
         sub = partition.extract(self.gm, segment)
         outputs = tuple(number[n] for n in segment.outputs)
-        if segment.layer is None:
+        weights = [n for n in segment.inputs if n in self.entries]
+        if not weights:
             return Step(self.glue(segment, sub), tuple(number[n] for n in segment.inputs), outputs)
         values = [n for n in segment.inputs if n not in self.entries]
         call = self.layer(segment, sub, values)
+        self.anchors.append(number[weights[0]])
         return Step(call, tuple(number[n] for n in values), outputs)
 
     def glue(self, segment: Segment, sub: fx.GraphModule) -> Callable[..., Any]:
@@ -265,6 +276,7 @@ def _renamed(record: PassRecord, old: str, new: str) -> PassRecord:
 
     sites = {s: replace(s, fqn=name(s.fqn)) for s in record.sites}
     return replace(
-        record, milliseconds=0.0, sites=list(sites.values()), rejects=[replace(r, fqn=name(r.fqn)) for r in record.rejects],
+        record, milliseconds=0.0, sites=list(sites.values()),
+        rejects=[replace(r, fqn=name(r.fqn)) for r in record.rejects],
         kernels=[replace(k, sites=tuple(sites.get(s, s) for s in k.sites)) for k in record.kernels],
     )

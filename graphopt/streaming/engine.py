@@ -53,7 +53,7 @@ class Engine:
         self.spark = torch.zeros((), device=link.device, requires_grad=True)  # makes a layer's node part of a backward
         self.trace: list[tuple[str, str, int, str]] | None = None
         self.program: Any = None  # the latest training program, weakly
-        self.owners: dict[str, tuple[str, frozenset[str]]] = {}
+        self.frames: dict[str, dict[str, set[str]]] = {}  # layer -> frame -> its parameters that the frame reads
 
     def log(self, what: str, layer: HostLayer, slot: int, phase: str = "") -> None:
         """Keep what ran, for tests and pictures."""
@@ -72,7 +72,8 @@ class Engine:
     def set_slots(self, slots: int) -> None:
         """Another number of slots, from the next forward on; no backward may be outstanding."""
         if any(self.outstanding.values()):
-            raise StreamError("slots cannot change between a forward and its backward", remedy="change them after step()")
+            raise StreamError("slots cannot change between a forward and its backward",
+                              remedy="change them after step()")
         self.ring = Ring(self.store, self.link, slots)
 
     def prime(self) -> None:

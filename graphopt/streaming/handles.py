@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 # what may be asked of a gradient handle without touching its memory
 _METADATA = frozenset({
-    "shape", "size", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "dim", "numel", "nelement",
-    "stride", "layout", "is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
-    "element_size", "itemsize", "nbytes", "untyped_storage", "names", "_backward_hooks", "is_contiguous", "storage_offset",
-    "requires_grad_", "is_nested", "is_sparse_csr", "_version", "__hash__", "is_mkldnn", "is_xpu", "is_mps", "is_inference",
+    "shape", "size", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "dim", "numel",
+    "nelement", "stride", "layout", "is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+    "is_quantized", "element_size", "itemsize", "nbytes", "untyped_storage", "names", "_backward_hooks",
+    "is_contiguous", "storage_offset", "requires_grad_", "is_nested", "is_sparse_csr", "_version", "__hash__",
+    "is_mkldnn", "is_xpu", "is_mps", "is_inference",
 })
 
 _ENTRY = "_graphopt_entry"

@@ -83,8 +83,8 @@ def _register(whole: torch.Tensor, registered: list[int]) -> None:
             _unregister(done)
             if not _warned:
                 _warned = True
-                log.warning("graphopt: pinning host memory was refused (CUDA error %d): it stays pageable, so transfers "
-                            "do not overlap; raise `ulimit -l`", code)
+                log.warning("graphopt: pinning host memory was refused (CUDA error %d): it stays pageable, so "
+                            "transfers do not overlap; raise `ulimit -l`", code)
             return
         done.append(address)
     registered += done

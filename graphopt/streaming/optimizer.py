@@ -147,7 +147,8 @@ class HostAdamW(torch.optim.Optimizer):
         if self._updated:
             raise StreamError(
                 f"update={self.update!r} has changed weights already, and step() was not called",
-                remedy=f"call step() after {self.accumulate} backward passes, or pass accumulate=, or use update='deferred'",
+                remedy=f"call step() after {self.accumulate} backward passes, or pass accumulate=, or use "
+                "update='deferred'",
             )
 
     def _settings(self) -> list[tuple[Any, ...]]:
@@ -157,7 +158,7 @@ class HostAdamW(torch.optim.Optimizer):
         if self.update == "deferred":
             return
         if self._snapshot is not None and self._snapshot != self._settings():
-            raise StreamError(f"lr, betas, eps or weight_decay changed between backward and step() with "
+            raise StreamError("lr, betas, eps or weight_decay changed between backward and step() with "
                               f"update={self.update!r}, after they were used",
                               remedy="change them after step(), or use update='deferred'")
         short = [x.fqn for x in self._layers if 0 < self._rounds[x] < self.accumulate]
@@ -232,8 +233,8 @@ class HostAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's: per parameter `step`, `exp_avg`, `exp_avg_sq` (fp32, shaped like the parameter).
 
-        A bf16 parameter has also `master`, its fp32 value; with ema= there is `ema`.  Tensors are in host memory and, as
-        torch's, share memory with the optimizer (`master` is a copy).
+        A bf16 parameter has also `master`, its fp32 value; with ema= there is `ema`.  Tensors are in host memory and,
+        as torch's, share memory with the optimizer (`master` is a copy).
         """
         from graphopt.streaming import state
 
@@ -258,14 +259,17 @@ def _kernel(name: str) -> Callable[..., None]:
     return update_ if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
 
 
-def _validate(lr: Any, betas: Any, eps: Any, weight_decay: Any, update: str, accumulate: int, ema: Any, kernel: str) -> None:
+def _validate(
+    lr: Any, betas: Any, eps: Any, weight_decay: Any, update: str, accumulate: int, ema: Any, kernel: str
+) -> None:
     checks = [
         (isinstance(lr, torch.Tensor) or lr >= 0, f"lr is {lr}", "use a number of at least 0"),
         (len(betas) == 2 and all(0 <= b < 1 for b in betas), f"betas are {betas}", "use two numbers in [0, 1)"),
         (eps >= 0, f"eps is {eps}", "use a number of at least 0"),
         (weight_decay >= 0, f"weight_decay is {weight_decay}", "use a number of at least 0"),
         (update in MODES, f"update is {update!r}", f"use one of {', '.join(map(repr, MODES))}"),
-        (isinstance(accumulate, int) and accumulate >= 1, f"accumulate is {accumulate!r}", "use a whole number from 1 up"),
+        (isinstance(accumulate, int) and accumulate >= 1, f"accumulate is {accumulate!r}",
+         "use a whole number from 1 up"),
         (ema is None or 0 < ema < 1, f"ema is {ema!r}", "use a decay between 0 and 1, or None"),
         (kernel in ("auto", "torch", "cpp"), f"kernel is {kernel!r}", "use 'auto', 'torch' or 'cpp'"),
     ]

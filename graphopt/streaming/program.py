@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,11 +70,12 @@ class Program:
     constants: dict[int, Any]
     results: tuple[Any, ...]  # structure of the output: a number stands for a value
     size: int
-    handles: tuple[int, ...]  # which arguments are handles
+    anchors: tuple[int, ...]  # for each call of a layer, an argument that is one of its handles
     schedule: fx.Graph = field(default_factory=fx.Graph)
     forward_nodes: list[Any] = field(default_factory=list)
     backward_nodes: list[Any] = field(default_factory=list)
     planned: int = 0  # slots the schedule was made for
+    bound: dict[tuple[HostLayer, ...], Program] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[LayerCall]:
@@ -93,13 +94,33 @@ class Program:
         self.forward_nodes, self.backward_nodes = stream_graph.phases(self.schedule)
         self.planned = len(self.engine.ring.slots)
 
+    def bind(self, layers: tuple[HostLayer, ...]) -> Program:
+        """This program for other layers of the same model.
+
+        torch runs code compiled for one module for every module like it: a block that is compiled by itself is compiled
+        once for all of them, and the handles it is called with tell which one it is.
+        """
+        if layers not in self.bound:
+            for call, layer in zip(self.calls, layers):
+                places = [i for kind, i in call.arguments if kind == "weight"]
+                if layer.engine is not self.engine or any(
+                    i >= len(layer.entries) or layer.entries[i].key != call.layer.entries[i].key for i in places
+                ):
+                    raise StreamError(f"code compiled for {call.layer.fqn} was called with {layer.fqn}",
+                                      where=call.where, remedy="call torch._dynamo.reset()")
+            of = iter(layers)
+            steps = [replace(s, call=replace(s.call, layer=next(of))) if isinstance(s.call, LayerCall) else s
+                     for s in self.steps]
+            self.bound[layers] = replace(self, steps=steps, bound={})
+            self.bound[layers].plan()
+        return self.bound[layers]
+
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
+        layers = tuple(entry_of(args[i]).layer for i in self.anchors)  # type: ignore[union-attr]
+        if any(c.layer is not x for c, x in zip(self.calls, layers)):
+            return self.bind(layers)(*args)
         engine = self.engine
-        entry = entry_of(args[self.handles[0]])
-        if entry is None or entry.layer.engine is not engine:
-            raise StreamError("code compiled for one streamed model was called with another", where=str(entry),
-                              remedy="call torch._dynamo.reset(), and report this to graphopt")
         engine.begin(self)
         if self.planned != len(engine.ring.slots):
             self.plan()
@@ -197,7 +218,8 @@ def _backward(
         arguments = call.bind(weights, inputs)
         with torch.enable_grad(), _restored(state, engine.link.device), autocast():
             out = call.train(*arguments)
-        pairs = [(o, g) for o, g in zip(out, grads) if g is not None and isinstance(o, torch.Tensor) and o.requires_grad]
+        pairs = [(o, g) for o, g in zip(out, grads)
+                 if g is not None and isinstance(o, torch.Tensor) and o.requires_grad]
         wanted = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
         found: dict[int, torch.Tensor | None] = {}
         if pairs and wanted:
@@ -231,5 +253,6 @@ def _restored(state: Any, device: torch.device) -> AbstractContextManager[Any]:
 def _autocast_state(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """The autocast setting of the forward; the backward runs in a thread of its own, which has none."""
     kind = device.type
-    enabled, dtype, cache = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    cache = torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)

@@ -113,7 +113,8 @@ class Ring:
     def _fill(self, slot: Slot, layer: HostLayer) -> None:
         if layer.missing:
             raise StreamError(
-                f"{len(layer.missing)} weights of {layer.fqn} were never loaded: {', '.join(sorted(layer.missing)[:3])}",
+                f"{len(layer.missing)} weights of {layer.fqn} were never loaded: "
+                f"{', '.join(sorted(layer.missing)[:3])}",
                 remedy="call model.load_state_dict(...) or pass weights= to graphopt.stream",
             )
         slot.fetch = Fetch(layer, layer.target, slot.free)

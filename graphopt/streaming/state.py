@@ -155,8 +155,9 @@ def load_optimizer_state(optimizer: HostAdamW, state_dict: dict[str, Any]) -> No
     groups, state = state_dict["param_groups"], state_dict["state"]
     sizes = [len(g["params"]) for g in optimizer.param_groups]
     if [len(g["params"]) for g in groups] != sizes:
-        raise StreamError(f"the state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer {sizes}",
-                          remedy="make the optimizer with the same groups")
+        raise StreamError(
+            f"the state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer {sizes}",
+            remedy="make the optimizer with the same groups")
     for g in groups:
         for flag in ("amsgrad", "maximize"):
             if g.get(flag):

@@ -54,7 +54,9 @@ class Job:
 class Updates:
     """The thread and its jobs."""
 
-    def __init__(self, store: HostStore, link: Link, states: dict[HostLayer, State], kernel: Callable[..., None]) -> None:
+    def __init__(
+        self, store: HostStore, link: Link, states: dict[HostLayer, State], kernel: Callable[..., None]
+    ) -> None:
         self.store, self.link, self.states, self.kernel = store, link, states, kernel
         self._jobs: list[Job | Callable[[], None]] = []
         self._changed = threading.Condition()

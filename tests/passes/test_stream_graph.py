@@ -8,7 +8,8 @@ import pytest
 from torch import fx
 
 from graphopt.errors import StreamError
-from graphopt.passes import stream_check, stream_graph as g
+from graphopt.passes import stream_check
+from graphopt.passes import stream_graph as g
 from graphopt.schedule import stream_sim
 
 ORDERS = {

@@ -102,7 +102,7 @@ def test_inductor_and_the_compiled_optimizer(dtype: torch.dtype) -> None:
     assert abs(norm / bottom**0.5 - 1) < (1e-4 if dtype == torch.float32 else 2e-2)
     opt.step()
     opt.zero_grad()
-    for i in range(3):
+    for _ in range(3):
         value = loss_of(step, inputs)
         value.backward()
         opt.step()

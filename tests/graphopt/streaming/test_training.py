@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from resident import OPTIONS, checkpointed, differing, layers, train
-from tiny_dit import TinyDiT, inputs
+from tiny_dit import Block, TinyDiT, inputs
 from zoo import ZOO
 
 import graphopt
@@ -224,6 +224,39 @@ def test_layers_reused_reordered_skipped(order) -> None:
     got, _ = streamed(b, x, late=3)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert max(differing(b.state_dict(), a.state_dict()).values(), default=0) <= 2e-6
+
+
+class Breaking(Block):
+    """A graph break inside the layer; one weight is read on both sides of it."""
+
+    def forward(self, x, temb, rope=None):
+        x = x + self.qkv(x)[..., :16]
+        torch._dynamo.graph_break()
+        return super().forward(x, temb, rope)
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_graph_break_inside_a_layer_is_slower_and_right(update) -> None:
+    a, b, x = both()
+    for m in (a, b):
+        torch.manual_seed(7)
+        m.blocks[1] = Breaking()
+    want, _ = reference(a, x, checkpoint=False)
+    got, _ = streamed(b, x, late=3, update=update)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert any("more than one graph" in n for g in graphopt.last_report().graphs for n in g.notes)
+
+
+def test_layers_compiled_by_themselves() -> None:
+    """As diffusers' compile_repeated_blocks does."""
+    a, b, x = both()
+    want, _ = reference(a, x)
+    graphopt.stream(b, "cpu", resident=[], link=LateLink(3))
+    opt = graphopt.HostAdamW(b.parameters(), **ADAM, kernel="torch")
+    for block in b.blocks:
+        block.compile(backend="graphopt", options=OPTIONS)
+    assert train(b, opt, x) == want
+    assert differing(b.state_dict(), a.state_dict()) == {}
 
 
 def test_two_forwards_before_one_backward() -> None:
