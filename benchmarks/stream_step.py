@@ -119,12 +119,8 @@ def rates(engine, opt) -> dict[str, float]:
 
         def adamw(x) -> None:
             state = opt.states[x]
-            for e in x.trained:
-                flat = x.weight(e).as_strided((e.numel,), (1,))
-                split = e.dtype == torch.bfloat16
-                opt.updates.kernel(flat, state.of(state.residual, e) if split else None,
-                                   e.gradient(x.slab).as_strided((e.numel,), (1,)), state.of(state.exp_avg, e),
-                                   state.of(state.exp_avg_sq, e), hyper)
+            flat = lambda e: e.gradient(x.slab).as_strided((e.numel,), (1,))
+            opt.updates.kernel([state.piece(e, flat(e), hyper) for e in x.trained])
 
         for x in layers:
             x.slab.zero_()

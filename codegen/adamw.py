@@ -12,7 +12,9 @@ The order of operations is that of `torch.optim.AdamW` for one tensor, so its re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -72,6 +74,24 @@ def update_(
         part = slice(a, min(n, a + CHUNK))
         _sweep(weight[part], None if residual is None else residual[part], gradient[part], exp_avg[part],
                exp_avg_sq[part], hyper, None if average is None else average[part])
+
+
+class Piece(NamedTuple):
+    """One parameter of an update: the arguments of `update_`."""
+
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    gradient: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    hyper: Hyper
+    average: torch.Tensor | None = None
+
+
+def update_all(pieces: Sequence[Piece]) -> None:
+    """One AdamW update of several parameters."""
+    for piece in pieces:
+        update_(*piece)
 
 
 def _sweep(

@@ -64,7 +64,10 @@ class CpuLink:
         device.copy_(host)
         return None
 
-    download = upload  # the same for host memory: destination first
+    def download(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        """See Link."""
+        host.copy_(device)
+        return None
 
     def mark(self) -> Any:
         """See Link."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphopt.codegen import adamw_cpp
-from graphopt.codegen.adamw import Hyper, update_
+from graphopt.codegen.adamw import Hyper, update_all
 from graphopt.errors import ConfigError, StreamError
 from graphopt.streaming import handles, memory
 from graphopt.streaming.engine import Engine
@@ -94,7 +94,8 @@ class HostAdamW(torch.optim.Optimizer):
         if not self._group_of:
             self._group_of = {id(q): g for g in self.param_groups for q in g["params"]}
         g = self._group_of[id(p)]
-        return Hyper(float(g["lr"]), *g["betas"], g["eps"], g["weight_decay"], step, scale, self.ema)
+        beta1, beta2 = g["betas"]
+        return Hyper(float(g["lr"]), beta1, beta2, g["eps"], g["weight_decay"], step, scale, self.ema)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimizer step; streamed layers are updated by the CPU as `update` says."""
@@ -256,7 +257,7 @@ class HostAdamW(torch.optim.Optimizer):
 def _kernel(name: str) -> Callable[..., None]:
     # two cores stay for the thread that launches kernels and the one that copies
     threads = max(1, len(os.sched_getaffinity(0)) - 2)
-    return update_ if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
+    return update_all if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
 
 
 def _validate(

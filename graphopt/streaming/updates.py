@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from graphopt.codegen.adamw import Hyper
+from graphopt.codegen.adamw import Hyper, Piece
 from graphopt.streaming.link import Link
 from graphopt.streaming.store import Entry, HostLayer, HostStore
 
@@ -39,6 +39,14 @@ class State:
         """One parameter's part of a flat buffer, 1-d."""
         return flat[entry.element:entry.element + entry.numel]
 
+    def piece(self, entry: Entry, gradient: torch.Tensor, hyper: Hyper) -> Piece:
+        """What a kernel needs to update one parameter; gradient: 1-d, host."""
+        return Piece(
+            entry.layer.weight(entry).as_strided((entry.numel,), (1,)),
+            self.of(self.residual, entry) if self.residual is not None and entry.dtype == torch.bfloat16 else None,
+            gradient, self.of(self.exp_avg, entry), self.of(self.exp_avg_sq, entry), hyper,
+            None if self.average is None else self.of(self.average, entry))
+
 
 @dataclass
 class Job:
@@ -55,7 +63,7 @@ class Updates:
     """The thread and its jobs."""
 
     def __init__(
-        self, store: HostStore, link: Link, states: dict[HostLayer, State], kernel: Callable[..., None]
+        self, store: HostStore, link: Link, states: dict[HostLayer, State], kernel: Callable[[Sequence[Piece]], None]
     ) -> None:
         self.store, self.link, self.states, self.kernel = store, link, states, kernel
         self._jobs: list[Job | Callable[[], None]] = []
@@ -123,24 +131,14 @@ class Updates:
                 self.link.join(event)
             self.link.join(job.layer.reading)
             state = self.states[job.layer]
+            self.kernel([state.piece(entry, job.gradient(entry), hyper) for entry, hyper in job.hypers.items()])
             for entry, hyper in job.hypers.items():
-                weight = job.layer.weight(entry)
-                flat = weight.as_strided((entry.numel,), (1,))
-                self.kernel(
-                    flat, state.of(state.residual, entry) if _split(entry) else None, job.gradient(entry),
-                    state.of(state.exp_avg, entry), state.of(state.exp_avg_sq, entry), hyper,
-                    None if state.average is None else state.of(state.average, entry),
-                )
                 state.steps[entry] = hyper.step
             job.done()
             self.store.finish(job.layer)
         with self._changed:
             self._busy -= 1
             self._changed.notify_all()
-
-
-def _split(entry: Entry) -> bool:
-    return entry.dtype == torch.bfloat16
 
 
 def _loop(owner: Any, changed: threading.Condition) -> None:

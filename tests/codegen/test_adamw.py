@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphopt.codegen import adamw_cpp
-from graphopt.codegen.adamw import Hyper, join, split, update_
+from graphopt.codegen.adamw import Hyper, Piece, join, split, update_, update_all
 from graphopt.errors import CodegenError
 
 SIZES = (1, 3, 63, 64, 1000, 70001)
@@ -18,7 +18,8 @@ SIZES = (1, 3, 63, 64, 1000, 70001)
 
 @pytest.fixture(scope="module")
 def compiled():
-    return adamw_cpp.load(2)
+    update = adamw_cpp.load(2)
+    return lambda *piece: update([Piece(*piece)])
 
 
 def hyper(step, scale=None, ema=None, wd=0.1):
@@ -100,7 +101,7 @@ def test_without_a_compiler_the_torch_kernel_runs(tmp_path, monkeypatch, caplog)
     with pytest.raises(CodegenError, match="failed on the AdamW kernel"):
         adamw_cpp.load(1)
     with caplog.at_level("WARNING"):
-        assert adamw_cpp.best(1) is update_
+        assert adamw_cpp.best(1) is update_all
     assert "torch operators" in caplog.text
     assert not list(tmp_path.glob("*.so"))
 
@@ -111,3 +112,20 @@ def test_two_processes_may_compile_at_once(tmp_path) -> None:
     runs = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [r.communicate()[0].strip() for r in runs] == ["fine", "fine"]
     assert len(list(tmp_path.glob("*.so"))) == 1
+
+
+def test_many_parameters_in_one_call_are_as_many_calls() -> None:
+    update = adamw_cpp.load(3)
+    pieces, want = [], []
+    for i, n in enumerate((1, 40000, 64, 100001, 7, 32768)):
+        w, g = torch.randn(n), torch.randn(n)
+        state = [torch.zeros(n), torch.zeros(n)]
+        split_, h = i % 2 == 1, hyper(3, 0.5 if i % 3 else None, wd=0.1 * i)
+        high, rest = split(w) if split_ else (w.clone(), None)
+        pieces.append(Piece(high, rest, g.bfloat16() if i == 2 else g, *state, h))
+        alone = [None if t is None else t.clone() for t in pieces[-1][:5]]
+        update([Piece(*alone, h)])
+        want.append(alone)
+    update(pieces)
+    for p, w in zip(pieces, want):
+        assert all(torch.equal(a, b) for a, b in zip(p[:5], w) if a is not None)
