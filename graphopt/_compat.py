@@ -5,14 +5,18 @@ Known to hold on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import pathlib
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 
 def statically_true(condition: Any) -> bool:
@@ -60,6 +64,32 @@ def inductor_mode_names() -> list[str]:
     import torch._inductor
 
     return list(torch._inductor.list_mode_options())
+
+
+POST_GRAD = "post_grad_custom_post_pass"
+
+
+def post_grad_pass(change: Callable[[fx.Graph], Any], version: str, users: Any = None) -> Any:
+    """`change` as the value of Inductor's option POST_GRAD; `users` is the user's own pass, which runs after it.
+
+    version: names what `change` does; Inductor's cache of compiled graphs depends on it.  Without a version of the
+    user's pass (a plain callable has none) Inductor does not cache, as it does for that pass alone.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    theirs = [] if users is None else (list(users) if isinstance(users, (list, tuple)) else [users])
+
+    class PostGrad(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            change(graph)
+            for run in theirs:
+                run(graph)
+
+        def uuid(self) -> Any:
+            names = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in theirs]
+            return None if None in names else repr((version, names)).encode()
+
+    return PostGrad()
 
 
 MIX_ORDER = "triton.mix_order_reduction"
@@ -140,6 +170,18 @@ def _filled(cell: Any) -> bool:
         return False
 
 
+def forward_mode_ad() -> str | None:
+    """"forward-mode AD" inside `torch.autograd.forward_ad.dual_level()`.  torch sets no guard on it."""
+    return "forward-mode AD" if forward_ad._current_level >= 0 else None
+
+
+def has_tangent(args: tuple[Any, ...]) -> bool:
+    """Does one of the arguments of a compiled graph carry a tangent of forward-mode AD?"""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
+
+
 def current_compile_id() -> str:
     """Torch's name of the frame being compiled, such as "0/1" (frame / recompilation)."""
     from torch._guards import CompileContext
@@ -184,13 +226,59 @@ def fake_mode_of(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 
+class FrameAttempt(NamedTuple):
+    """One frame torch tried to trace: its code, and why and where it gave up (None: it did not)."""
 
-def skipped_frames() -> list[str]:
-    """Why torch skipped frames or broke graphs in this process, as far as it counted them."""
+    name: str
+    file: str
+    line: int
+    failed: str | None
+    place: str | None
+    ops: int | None
+
+
+def frame_attempts() -> list[FrameAttempt]:
+    """The frames torch tried to trace since it was last reset (it keeps the newest 64), in order."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    metrics = [m for m in get_compilation_metrics() if m.co_name is not None]
+    starts = [i for i, m in enumerate(metrics) if m.compile_id == "0/0"]  # a reset numbers frames from 0 again
+    return [
+        FrameAttempt(
+            m.co_name or "", m.co_filename or "", m.co_firstlineno or 0,
+            None if m.fail_type is None else (m.fail_reason or m.fail_type),
+            None if m.fail_user_frame_filename is None else f"{m.fail_user_frame_filename}:{m.fail_user_frame_lineno}",
+            m.graph_op_count,
+        )
+        for m in metrics[starts[-1] if starts else 0:]
+    ]
+
+
+def graph_breaks() -> list[tuple[str, list[tuple[str, int, str]]]]:
+    """Why and where torch broke graphs since it was last reset: (reason, [(file, line, function), ..innermost])."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return [(r.reason, [(f.filename, f.lineno or 0, f.name) for f in r.user_stack]) for r in graph_break_reasons]
+
+
+def recompile_limit(code: CodeType) -> int | None:
+    """The limit on compiled versions of a code object, if torch hit it (it runs eagerly from then on), else None."""
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.utils import counters
 
-    reasons = [str(k) for k in counters.get("graph_break", {})] + [str(k) for k in counters.get("unimplemented", {})]
-    return [r.splitlines()[0] for r in reasons[:5] if r]
+    hit = any(str(k).startswith("Dynamo recompile limit exceeded") for k in counters.get("unimplemented", {}))
+    return config.recompile_limit if hit and len(_debug_get_cache_entry_list(code)) >= config.recompile_limit else None
+
+
+def compiling_is_off() -> str | None:
+    """What switched torch.compile off in this process, or None."""
+    from torch._dynamo import config, eval_frame
+
+    if config.disable:
+        return "torch.compile is switched off (torch._dynamo.config.disable or TORCH_COMPILE_DISABLE)"
+    stance = eval_frame._stance.stance
+    return None if stance in ("default", "fail_on_recompile") else f"torch.compiler.set_stance({stance!r}) is in force"
 
 
 def aot_autograd(forward: Callable[..., Any], backward: Callable[..., Any], partition: Callable[..., Any]) -> Any:
@@ -210,8 +298,130 @@ def every_size_its_own_symbol() -> Iterator[None]:
         yield
 
 
+def default_store() -> Any:
+    """The key-value store that the default process group was made with."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def floor_div_and_max() -> tuple[Any, Any]:
     """The sympy functions torch writes sizes with."""
     from torch.utils._sympy.functions import FloorDiv, Max
 
     return FloorDiv, Max
+
+
+@contextmanager
+def capture_settings() -> Iterator[None]:
+    """Settings for capturing a model once: static sizes, no limit on recompilations, constants on the meta device.
+
+    `torch.as_tensor(3, device="meta")` inside a traced function makes a tensor that is not fake; without the override
+    Dynamo refuses it (on every other device it is fake).
+    """
+    from torch._dynamo import config as dynamo_config
+    from torch._subclasses import fake_tensor
+
+    make = fake_tensor.FakeTensorMode.__init__
+
+    def lenient(self: Any, **settings: Any) -> None:
+        make(self, **{**settings, "allow_non_fake_inputs": True})
+
+    fake_tensor.FakeTensorMode.__init__ = lenient  # type: ignore[method-assign]
+    try:
+        with dynamo_config.patch(
+            recompile_limit=1 << 16, accumulated_recompile_limit=1 << 20, automatic_dynamic_shapes=False,
+            assume_static_by_default=True, suppress_errors=False,
+        ):
+            yield
+    finally:
+        fake_tensor.FakeTensorMode.__init__ = make  # type: ignore[method-assign]
+
+
+class GraphBreaks:
+    """What broke graphs, and what made torch skip whole frames, since this object was made."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+        self.breaks = len(graph_break_reasons)
+        self.compiles = [id(m) for m in get_compilation_metrics()]
+        self.held = get_compilation_metrics()  # keeps their ids from being used again
+
+    def found(self) -> list[tuple[str, str | None]]:
+        """(reason, file:line of the user's code), frames that were skipped last."""
+        from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+        out = [(_first_line(r.reason), _user_line(r.user_stack)) for r in graph_break_reasons[self.breaks:]]
+        for m in get_compilation_metrics():
+            if id(m) not in self.compiles and m.fail_reason:
+                file = m.fail_user_frame_filename or m.co_filename
+                place = f"{file}:{m.fail_user_frame_lineno or m.co_firstlineno}"
+                out.append((f"torch runs {m.co_name} uncompiled: {_first_line(m.fail_reason)}", place))
+        return out
+
+
+def is_disabled(model: Any) -> bool:
+    """Is a callable, or a module's forward, marked with `torch.compiler.disable`?"""
+    return bool(getattr(getattr(model, "forward", model), "_torchdynamo_disable", False))
+
+
+def break_of(gm: fx.GraphModule) -> tuple[str, str | None] | None:
+    """(reason, file:line) of the break that ended a graph, None when the frame returned."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return _first_line(reason.reason), _user_line(reason.user_stack)
+
+
+def _first_line(text: str) -> str:
+    lines = [x.strip() for x in str(text).splitlines() if x.strip()]
+    detail = next((x.removeprefix("Explanation:").strip() for x in lines if x.startswith("Explanation:")), "")
+    return f"{lines[0]}: {detail}" if lines and detail else (lines[0] if lines else "")
+
+
+def _user_line(stack: Any) -> str | None:
+    frames = list(stack or ())
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+_USER_LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+
+
+def error_line(error: BaseException) -> str | None:
+    """file:line in the user's code of an error torch raised while tracing it, or of an error the code raised itself."""
+    _, marker, traced = str(error).partition("from user code:")
+    if marker:
+        found = _USER_LINE.findall(traced)
+        return f"{found[-1][0]}:{found[-1][1]}" if found else None
+    own = str(pathlib.Path(torch.__file__).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((own, "<"))]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def real_inputs(gm: fx.GraphModule) -> list[Any] | None:
+    """The values a Dynamo graph is being compiled for, in the order of its placeholders; None if torch let them go."""
+    values = []
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        arg = node.meta.get("grapharg")
+        if arg is None:
+            return None
+        try:
+            value = arg.example
+        except AssertionError:  # the tensor is gone
+            return None
+        if isinstance(value, torch.SymInt):
+            value = size_hint(value)
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            return None
+        values.append(value)
+    return values
+
+
+def graph_target(function: Any) -> Any:
+    """What an FX graph can call for a function: the overload of a custom operator, else the function itself."""
+    from torch.library import CustomOpDef
+
+    return function._opoverload if isinstance(function, CustomOpDef) else function

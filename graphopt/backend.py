@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from torch import fx
 
 from graphopt import _compat, reporting
 from graphopt.config import Config, parse
-from graphopt.errors import GraphoptError, RewriteError
-from graphopt.passes import catalogue, pipeline
+from graphopt.errors import GraphoptError, RewriteError, RuleError
+from graphopt.passes import catalogue, freeing_order, pipeline
 from graphopt.passes.adaln import AdaLN
-from graphopt.passes.record import PassRecord
+from graphopt.passes.canonical import Canonicalize
+from graphopt.passes.record import PassRecord, Site
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +49,23 @@ def graphopt(
         compiled = by_layer(gm, example_inputs, engine, config, inductor_options, record)
     else:
         rewritten = rewrite(gm, config, record)
-        compiled = hand_over(rewritten, example_inputs, config, inductor_options)
+        compiled = hand_over(rewritten, example_inputs, config, with_order(inductor_options, config, record.sites))
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
     log.debug("%s", of_callable)
     return counted(compiled, record)
 
 
-def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -> fx.GraphModule:
-    """Run the passes on a copy.  When one fails, the graph goes on as it came (or the error is raised)."""
+def rewrite(
+    gm: fx.GraphModule,
+    config: Config,
+    record: reporting.GraphRecord,
+    target: str | None = None,
+    observe: Callable[[str, fx.GraphModule], None] | None = None,
+) -> fx.GraphModule:
+    """Run the passes on a copy.  When one fails, the graph goes on as it came (or the error is raised).
+
+    target: a GPU that need not be here, such as "sm90".  observe: shown the graph after each pass.
+    """
 
     def warn(message: str) -> None:
         record.notes.append(message)
@@ -62,13 +76,15 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
         select=config.select,
         numerics=config.numerics,
         on_error=config.on_error,
+        target=target,
+        inputs=verifiable(gm, warn) if config.verify else None,
         warn=warn,
     )
     twin = pipeline.copy(gm)
     try:
-        record.passes += pipeline.run(twin, passes(), context)
+        record.passes += pipeline.run(twin, passes(), context, observe)
     except Exception as error:
-        if config.on_error == "raise":
+        if config.on_error == "raise" or isinstance(error, RuleError):
             if isinstance(error, GraphoptError):
                 raise
             what = f"a pass failed: {type(error).__name__}: {error}"
@@ -80,9 +96,33 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
     return twin
 
 
+def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | None:
+    """The real inputs of a graph, or None with a warning where torch does not hold them."""
+    inputs = _compat.real_inputs(gm)
+    if inputs is None:
+        warn("graphopt.verify: torch holds no values for the inputs of this graph, so its sites are not verified")
+    return inputs
+
+
 def passes() -> list[pipeline.Pass]:
     """The passes of a graph, in order."""
-    return [AdaLN()]
+    return [Canonicalize(), AdaLN()]
+
+
+def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
+    """Inductor's options for a graph: where sites were rewritten, matmuls are put into the order that frees early."""
+    if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
+        return inductor_options
+    free = _compat.post_grad_pass(
+        freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
+    )
+    return {**inductor_options, _compat.POST_GRAD: free}
+
+
+@cache
+def version(module: ModuleType) -> str:
+    """A hash of a module's source, for caches that depend on what it does."""
+    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:12]
 
 
 def hand_over(
@@ -94,6 +134,9 @@ def hand_over(
     if config.compiler == "eager":
         return gm.forward
     return _compat.named_backend(config.compiler)(gm, example_inputs)
+
+
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def streamed(example_inputs: list[Any]) -> Any | None:
@@ -112,13 +155,13 @@ def by_layer(
     """Compile the graph of a streamed model: cut it by layer, each class of equal layers once."""
     from graphopt.streaming.compile import compile_streamed
 
-    def one(part: fx.GraphModule) -> tuple[fx.GraphModule, list[PassRecord]]:
+    def one(part: fx.GraphModule) -> tuple[fx.GraphModule, list[PassRecord], Compile]:
         of_part = reporting.GraphRecord(record.compile_id, [], notes=record.notes)
-        return rewrite(part, config, of_part), of_part.passes
+        rewritten = rewrite(part, config, of_part)
+        options = with_order(inductor_options, config, of_part.sites)
+        return rewritten, of_part.passes, lambda graph, inputs: hand_over(graph, inputs, config, options)
 
-    result = compile_streamed(gm, example_inputs, engine, one,
-                              lambda part, inputs: hand_over(part, inputs, config, inductor_options),
-                              frame=record.compile_id.split("/")[0])
+    result = compile_streamed(gm, example_inputs, engine, one, frame=record.compile_id.split("/")[0])
     record.passes += result.records
     record.notes += result.notes
     return result.program
@@ -126,9 +169,17 @@ def by_layer(
 
 def counted(compiled: Callable[..., Any], record: reporting.GraphRecord) -> Callable[..., Any]:
     """The compiled graph, counting its calls for `Report.count(executed=True)`."""
+    fused = any(site.status == "rewritten" for site in record.sites)
 
     def run(*args: Any) -> Any:
         record.calls += 1
+        if fused and _compat.has_tangent(args):
+            raise GraphoptError(
+                "forward-mode AD through a graph that was compiled without it: fused operators would drop the tangents",
+                where=f"graph {record.compile_id}",
+                remedy="call torch._dynamo.reset() and run it under dual_level first, or run it eagerly there "
+                "(torch.compiler.set_stance('force_eager'))",
+            )
         return compiled(*args)
 
     return run

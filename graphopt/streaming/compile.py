@@ -28,8 +28,8 @@ from graphopt.streaming.engine import Engine
 from graphopt.streaming.program import LayerCall, Program, Step
 from graphopt.streaming.store import Entry, HostLayer
 
-Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, list[PassRecord]]]
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, list[PassRecord], Compile]]
 
 
 @dataclass
@@ -62,11 +62,12 @@ def engine_of(inputs: list[Any]) -> Engine | None:
 
 
 def compile_streamed(
-    gm: fx.GraphModule, inputs: list[Any], engine: Engine, rewrite: Rewrite, compile_one: Compile, frame: str
+    gm: fx.GraphModule, inputs: list[Any], engine: Engine, rewrite: Rewrite, frame: str
 ) -> Result:
     """Compile one Dynamo graph of a streamed model.
 
-    rewrite: runs the passes on a segment.  compile_one: what compiles a rewritten segment.  frame: the frame's number.
+    rewrite: runs the passes on a segment; gives the rewritten one, what was done, and what compiles it.
+    frame: the frame's number.
     """
     twin = pipeline.copy(gm)
     nodes = twin.graph.find_nodes(op="placeholder")
@@ -77,7 +78,7 @@ def compile_streamed(
     _own(segments, entries)
     number = _numbers(twin, segments)
     real = dict(zip(nodes, inputs))
-    builder = _Builder(twin, engine, entries, real, rewrite, compile_one)
+    builder = _Builder(twin, engine, entries, real, rewrite)
     steps = [builder.step(s, number) for s in segments]
     _mark_dead(steps, _results(twin, number), len(nodes))
     calls = [s.call for s in steps if isinstance(s.call, LayerCall)]
@@ -154,10 +155,10 @@ class _Builder:
 
     def __init__(
         self, gm: fx.GraphModule, engine: Engine, entries: dict[Node, Entry], real: dict[Node, Any],
-        rewrite: Rewrite, compile_one: Compile,
+        rewrite: Rewrite,
     ) -> None:
         self.gm, self.engine, self.entries, self.real = gm, engine, entries, real
-        self.rewrite, self.compile_one = rewrite, compile_one
+        self.rewrite = rewrite
         self.classes: dict[str, Any] = {}
         self.records: list[PassRecord] = []
         self.calls = 0
@@ -181,9 +182,9 @@ class _Builder:
             return sub.forward
         key = "glue " + stream_classes.structural_hash(sub, lambda i: self._identity(segment.inputs[i]))
         if key not in self.classes:
-            rewritten, records = self.rewrite(sub)
+            rewritten, records, compile_one = self.rewrite(sub)
             self.records += records
-            self.classes[key] = self.compile_one(
+            self.classes[key] = compile_one(
                 rewritten, [self.real.get(n, _fresh(example(n))) for n in segment.inputs])
         return self.classes[key]
 
@@ -216,7 +217,7 @@ class _Builder:
         self, segment: Segment, sub: fx.GraphModule, layer: HostLayer, arguments: tuple[tuple[str, int], ...],
         random: bool,
     ) -> Built:
-        rewritten, records = self.rewrite(sub)
+        rewritten, records, compile_one = self.rewrite(sub)
         outputs = tuple(_carries(example(n)) for n in segment.outputs)
 
         def fakes(grad: bool) -> list[Any]:
@@ -231,12 +232,12 @@ class _Builder:
 
         train = None
         if torch.is_grad_enabled() and any(outputs):
-            train = self.compile_one(rewritten, fakes(True))
+            train = compile_one(rewritten, fakes(True))
         if train is not None and random:
             forward = train  # the same kernels, so that the recomputation draws the same numbers
         else:
             with torch.no_grad():
-                forward = self.compile_one(pipeline.copy(rewritten), fakes(False))
+                forward = compile_one(pipeline.copy(rewritten), fakes(False))
         return Built(forward, train, outputs, random, layer.fqn, records)
 
 

@@ -16,6 +16,27 @@ def test_inductor_compile_takes_options_by_keyword() -> None:
     assert list(inspect.signature(torch._inductor.compile).parameters)[:3] == ["gm", "example_inputs", "options"]
 
 
+def test_default_store_keeps_values_and_waits(tmp_path) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        store = _compat.default_store()
+        store.set("a", "1")
+        store.wait(["a"], timedelta(seconds=1))
+        assert store.get("a") == b"1"
+        assert store.check(["a"])
+        assert not store.check(["b"])
+        assert store.add("n", 1) == 1
+        assert store.add("n", 0) == 1
+        with pytest.raises((RuntimeError, dist.DistError)):
+            store.wait(["b"], timedelta(milliseconds=200))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_modes_and_options() -> None:
     assert {"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"} <= set(_compat.inductor_mode_names())
     assert _compat.inductor_mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
@@ -99,9 +120,54 @@ def test_sizes() -> None:
         assert _compat.is_fake(torch.zeros(2))
 
 
-def test_named_backend_and_skipped_frames() -> None:
+def test_named_backend() -> None:
     assert callable(_compat.named_backend("aot_eager"))
-    assert isinstance(_compat.skipped_frames(), list)
+
+
+def test_frames_breaks_limit_and_stance() -> None:
+    def looped(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x
+
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    for f in (looped, broken):
+        torch.compile(f, backend="eager")(torch.ones(2))
+    assert _compat.compiling_is_off() is None
+    attempts = {a.name: a for a in _compat.frame_attempts()}
+    first = looped.__code__.co_firstlineno
+    assert (attempts["looped"].file, attempts["looped"].line) == (__file__, first)
+    assert attempts["looped"].place == f"{__file__}:{first + 2}"
+    assert attempts["looped"].failed.startswith("Call to `torch._dynamo.graph_break()`")
+    assert (attempts["broken"].failed, attempts["broken"].ops) == (None, 1)
+    (reason, stack), = _compat.graph_breaks()
+    assert reason.startswith("Call to `torch._dynamo.graph_break()`")
+    assert stack[-1][:2] == (__file__, broken.__code__.co_firstlineno + 2)
+    torch._dynamo.utils.counters.clear()
+    assert _compat.recompile_limit(broken.__code__) is None
+    with torch._dynamo.config.patch(recompile_limit=1):
+        torch.compile(broken, backend="eager")(torch.ones(2, dtype=torch.float64))
+        assert _compat.recompile_limit(broken.__code__) == 1
+        assert _compat.recompile_limit(looped.__code__) is None
+    with torch.compiler.set_stance("force_eager"):
+        assert "set_stance" in _compat.compiling_is_off()
+    torch._dynamo.reset()
+    torch.compile(broken, backend="eager")(torch.ones(3))
+    assert "looped" not in {a.name for a in _compat.frame_attempts()}
+
+
+def test_forward_mode_ad() -> None:
+    assert _compat.forward_mode_ad() is None
+    x = torch.ones(2)
+    with torch.autograd.forward_ad.dual_level():
+        assert _compat.forward_mode_ad() == "forward-mode AD"
+        assert not _compat.has_tangent((x, 3))
+        assert _compat.has_tangent((x, torch.autograd.forward_ad.make_dual(x, x)))
+    assert not _compat.has_tangent((x,))
 
 
 def test_sizes_stay_apart_and_are_written_with_known_functions() -> None:
@@ -135,3 +201,32 @@ def test_aot_autograd_hands_over_the_joint_graph() -> None:
     f = torch.compile(lambda x: x.sin().cos(), backend=_compat.aot_autograd(keep, keep, partition))
     f(torch.randn(3, requires_grad=True)).sum().backward()
     assert len(joints) == 1
+
+
+def test_post_grad_pass_runs_on_both_graphs_and_keys_the_cache() -> None:
+    """Inductor calls the pass of its option on the forward and on the backward, then the user's own."""
+    seen: list[str] = []
+
+    def ours(graph) -> None:
+        seen.append("ours")
+
+    def theirs(graph) -> None:
+        seen.append("theirs")
+
+    make = _compat.post_grad_pass
+    assert make(ours, "1").uuid() != make(ours, "2").uuid()
+    assert make(ours, "1", theirs).uuid() is None  # a plain callable has no version: not cached
+    options = {_compat.POST_GRAD: make(ours, "contract", theirs)}
+    f = torch.compile(lambda x, w: (x @ w).sin().sum(), options=options)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    f(x, w).backward()
+    assert seen == ["ours", "theirs"] * 2
+
+
+def test_graphs_call_the_overload_of_a_custom_operator() -> None:
+    @torch.library.custom_op("graphopt_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert _compat.graph_target(twice) is torch.ops.graphopt_tests.twice.default
+    assert _compat.graph_target(torch.sin) is torch.sin

@@ -1,0 +1,59 @@
+"""The offset head: reference against torch's layers, kernels against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphopt.codegen.dsa import head
+
+
+def sample(grid, C, out, B=2, dtype=torch.float64, device="cpu"):
+    N = grid[0] * grid[1] * grid[2]
+    make = lambda *s: torch.randn(*s, dtype=dtype, device=device)
+    return [make(B, N, C), make(C, 1, 3, 3, 3) * 0.3, make(C) * 0.1, make(out, C) * 0.3, make(out)]
+
+
+@pytest.mark.parametrize("grid", [(3, 4, 5), (1, 2, 7)])
+def test_reference_is_conv_gelu_linear(grid) -> None:
+    leaves = [t.requires_grad_() for t in sample(grid, 6, 5)]
+    conv = torch.nn.Conv3d(6, 6, 3, padding=1, groups=6, dtype=torch.float64)
+    last = torch.nn.Linear(6, 5, dtype=torch.float64)
+    names = [conv.weight, conv.bias, last.weight, last.bias]
+    with torch.no_grad():
+        for p, t in zip(names, leaves[1:]):
+            p.copy_(t)
+    x = leaves[0].detach().clone().requires_grad_()
+    volume = x.transpose(1, 2).unflatten(2, grid)
+    want = last(torch.nn.functional.gelu(conv(volume), approximate="tanh").flatten(2).transpose(1, 2))
+    got = head.offset_head(*leaves, grid)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(got)
+    for a, b in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, [x, *names], dy)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_gradcheck_and_opcheck() -> None:
+    leaves = [t.requires_grad_() for t in sample((2, 2, 3), 2, 3, B=1)]
+    assert torch.autograd.gradcheck(lambda *x: head.offset_head(*x, (2, 2, 3)), leaves)
+    torch.library.opcheck(head.operator("reference"), (*sample((2, 2, 3), 4, 3, dtype=torch.float32), 2, 2, 3))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("grid", "C", "out"), [((3, 3, 4), 20, 6), ((1, 2, 5), 16, 3), ((2, 5, 7), 70, 36)])
+def test_kernels(grid, C, out, device) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x, *rest = sample(grid, C, out, dtype=dtype, device=device)
+    wide = [t.double() for t in (x, *rest)]
+    y = head.triton_forward(x, *rest, *grid)
+    Y = head.reference_forward(*wide, *grid)
+    limit = 4e-3 if device == "cuda" else 1e-5
+    error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
+    assert y.dtype == torch.float32
+    assert error(y, Y) < limit
+    dy = torch.randn_like(y)
+    got, again = (head.triton_backward(dy, x, *rest[:3], *grid) for _ in range(2))
+    want = head.reference_backward(dy.double(), *wide[:4], *grid)
+    for a, b, c in zip(got, want, again):
+        assert error(a, b) < limit
+        assert torch.equal(a, c)

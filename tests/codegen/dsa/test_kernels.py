@@ -1,0 +1,149 @@
+"""The generated kernels against fp64: every output, grids that divide no tile, borders, rough offsets, shared heads.
+
+Under the interpreter the sizes are small; on a GPU the same cases run with the kernels' own head dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from graphopt.codegen.dsa import kernels, reference, spec
+
+pytestmark = pytest.mark.kernel
+
+
+def relative(a, b) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-20)).item()
+
+
+def attend_and_check(device, grid, window, heads=1, kv=None, groups=None, B=1, D=16, size=1.5, dtype=None, layout="bhnd",
+                     offsets=None, with_offsets=True, limits=(3e-3, 4e-3)):
+    """Forward and backward of the kernels against the fp64 definition on the same rounded inputs."""
+    on_gpu = device == "cuda"
+    dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
+    D = max(D, 64) if on_gpu else D
+    N, kv, groups = math.prod(grid), kv or heads, groups or heads
+    window = reference.effective_window(window, grid)
+
+    def make(h):
+        if layout == "bnhd":
+            return torch.randn(B, N, h, D, device=device, dtype=dtype).transpose(1, 2)
+        return torch.randn(B, h, N, D, device=device, dtype=dtype)
+
+    q, k, v, dy = make(heads), make(kv), make(kv), make(heads)
+    if offsets is None:
+        offsets = torch.randn(B, groups, N, 3, device=device) * size
+    dlse = torch.randn(B, heads, N, device=device)
+    scale = D**-0.5
+    y, lse = kernels.forward(q, k, v, offsets, grid, window, scale)
+    wide = [x.double() for x in (q, k, v)]
+    Y, L = reference.forward(*wide, offsets, grid, window, scale)
+    assert relative(y, Y) <= limits[0]
+    assert (lse - L).abs().max() < 1e-4
+    grads = kernels.backward(dy, dlse, q, k, v, offsets, y, lse, grid, window, scale, with_offsets)
+    again = kernels.backward(dy, dlse, q, k, v, offsets, y, lse, grid, window, scale, with_offsets)
+    want = list(reference.backward(dy.double(), dlse.double(), *wide, offsets, Y, L, grid, window, scale))
+    for name, a, b, c in zip(("dq", "dk", "dv", "doffsets"), grads, want, again):
+        if a is None:
+            assert not with_offsets
+            continue
+        assert torch.equal(a, c), f"{name} differs between two runs"
+        if name == "doffsets":
+            a = a.view(B, groups, heads // groups, N, 3).sum(2)
+        assert relative(a, b) <= limits[1], name
+    return y, grads
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch) -> None:
+    """Fresh buffers hold NaN or a word that is NaN twice: what is read must have been written."""
+    real = torch.empty
+
+    def empty(*args, **kwargs):
+        x = real(*args, **kwargs)
+        return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(0x7FFF7FFF) if x.dtype == torch.int32 else x
+
+    monkeypatch.setattr(torch, "empty", empty)
+    like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **k: like(x, **k).fill_(float("nan")))
+
+
+CASES = {
+    "odd grid": {"grid": (3, 5, 7), "window": (3, 3, 3)},
+    "one frame": {"grid": (1, 5, 7), "window": (3, 3, 3)},
+    "even window, global axis": {"grid": (2, 5, 9), "window": (4, 2, 4)},
+    "several passes in w": {"grid": (2, 3, 17), "window": (2, 2, 14), "size": 1.0},
+    "several chunks in t": {"grid": (7, 3, 4), "window": (5, 2, 2)},
+    "far offsets": {"grid": (3, 6, 8), "window": (2, 3, 3), "size": 6.0},
+    "shared heads, groups, batch": {"grid": (2, 3, 5), "window": (2, 2, 3), "heads": 4, "kv": 2, "groups": 1, "B": 2},
+    "heads behind tokens": {"grid": (2, 4, 5), "window": (2, 3, 3), "heads": 2, "layout": "bnhd"},
+    "head dimension 12": {"grid": (2, 3, 5), "window": (2, 2, 3), "D": 12},
+    "no gradient for offsets": {"grid": (2, 3, 5), "window": (2, 2, 3), "with_offsets": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_against_fp64(case, device) -> None:
+    attend_and_check(device, **case)
+
+
+def test_zero_offsets_at_borders(device) -> None:
+    grid = (3, 4, 5)
+    attend_and_check(device, grid, (3, 3, 3), offsets=torch.zeros(1, 1, 60, 3, device=device))
+
+
+def test_fp16(device) -> None:
+    attend_and_check(device, (2, 3, 5), (2, 3, 3), dtype=torch.float16 if device == "cuda" else torch.float32)
+
+
+def test_offsets_that_are_not_finite(device) -> None:
+    offsets = torch.randn(1, 1, 30, 3, device=device)
+    offsets[0, 0, 3, 0], offsets[0, 0, 4, 1], offsets[0, 0, 5, 2] = float("nan"), float("inf"), float("-inf")
+    _, grads = attend_and_check(device, (2, 3, 5), (2, 2, 3), offsets=offsets)
+    assert grads[3][0, 0, 3, 0] == 0
+    assert grads[3][0, 0, 4, 1] == 0
+
+
+def test_a_key_tile_that_no_query_reaches_has_an_empty_box(device) -> None:
+    grid, window = (1, 12, 14), (1, 2, 2)
+    offsets = torch.full((1, 1, 168, 3), -50.0, device=device)  # all look at the first corner
+    _, grads = attend_and_check(device, grid, window, offsets=offsets)
+    dk = grads[1].view(12, 14, -1)
+    assert dk[3:].count_nonzero() == 0
+    assert dk[:2, :2].count_nonzero() > 0
+
+
+def test_chunks_of_heads_do_not_change_gradients(device, monkeypatch) -> None:
+    one = attend_and_check(device, (2, 3, 5), (2, 2, 3), heads=3)
+    torch.manual_seed(0)
+    a = attend_and_check(device, (2, 3, 4), (2, 2, 2), heads=3)
+    monkeypatch.setattr(spec, "SCRATCH_BYTES", 1)
+    torch.manual_seed(0)
+    b = attend_and_check(device, (2, 3, 4), (2, 2, 2), heads=3)
+    for x, y in zip(a[1], b[1]):
+        assert torch.equal(x, y)
+    assert one[0].isfinite().all()
+
+
+def test_axes_beyond_the_packed_coordinates(device, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "PACKED_AXIS", 3)
+    attend_and_check(device, (2, 4, 5), (2, 2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [(3, 7, 7), (3, 3, 3), (5, 9, 9), (7, 15, 15), (3, 8, 6)])
+@pytest.mark.parametrize("D", [64, 96, 128])
+def test_every_window_and_head_dimension(window, D) -> None:
+    attend_and_check("cuda", (9, 17, 19), window, heads=2, D=D, size=2.0)
+
+
+@pytest.mark.gpu
+def test_one_compile_for_all_grids() -> None:
+    module = kernels.fused((3, 3, 3), False, True)
+    for grid in ((3, 5, 7), (4, 6, 8), (5, 16, 16), (9, 10, 11), (3, 64, 3), (16, 8, 32), (7, 7, 7), (13, 20, 36)):
+        attend_and_check("cuda", grid, (3, 3, 3), heads=2, D=128)
+    for kernel in (module.forward, module.taps, module.expand):
+        assert sum(len(c[0]) for c in kernel.device_caches.values()) == 1

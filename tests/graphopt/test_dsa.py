@@ -1,0 +1,118 @@
+"""`graphopt.dsa.video_attention`: text, padding, limits that must equal dense attention, and what it refuses."""
+
+from __future__ import annotations
+
+import dsa_oracle as oracle
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import graphopt
+from graphopt.errors import ConfigError
+
+GRIDS = [(1, 1, 1), (1, 3, 5), (2, 7, 9), (3, 5, 7)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_c13_limits(grid) -> None:
+    N = grid[0] * grid[1] * grid[2]
+    q, k, v = (torch.randn(1, 2, N, 16) for _ in range(3))
+    zero = torch.zeros(1, 2, N, 3)
+    for offsets in (None, zero):
+        wide = graphopt.dsa.video_attention(q, k, v, offsets, grid=grid, window=tuple(2 * n - 1 for n in grid))
+        torch.testing.assert_close(wide, scaled_dot_product_attention(q, k, v), rtol=0, atol=1e-5)
+        one = graphopt.dsa.video_attention(q, k, v, offsets, grid=grid, window=(1, 1, 1))
+        torch.testing.assert_close(one, v, rtol=0, atol=1e-6)
+        ones = graphopt.dsa.video_attention(q * 0, k, torch.ones_like(v), offsets, grid=grid, window=(3, 3, 3))
+        torch.testing.assert_close(ones, torch.ones_like(v), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_text_is_one_softmax_with_the_window(first) -> None:
+    grid, window, text = (3, 4, 5), (3, 3, 3), 7
+    leaves = [torch.randn(2, 4, 60 + text, 6, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    kk, vv = (x[:, :2].detach().clone().requires_grad_() for x in leaves[1:])
+    leaves = [leaves[0], kk, vv]
+    mask = torch.ones(60 + text, 60 + text, dtype=torch.bool)
+    mask[slice(text, None) if first else slice(60), slice(text, None) if first else slice(60)] = oracle.natten_mask(grid, window)
+    want = scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+    got = graphopt.dsa.video_attention(*leaves, grid=grid, window=window, text=text, text_first=first)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    for a, b in zip(torch.autograd.grad(got.sin().sum(), leaves), torch.autograd.grad(want.sin().sum(), leaves)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_text_with_offsets_against_explicit_sampling() -> None:
+    grid, window, text = (2, 4, 5), (2, 3, 3), 3
+    q, k, v = (torch.randn(1, 2, 43, 6, dtype=torch.float64).requires_grad_() for _ in range(3))
+    offsets = torch.randn(1, 2, 40, 3, dtype=torch.float64).requires_grad_()
+    got = graphopt.dsa.video_attention(q, k, v, offsets, grid=grid, window=window, text=text)[:, :, :40]
+    at = oracle.starts(offsets, grid, window)[..., None, :] + oracle.coordinates(window)
+    keys = torch.cat([oracle.sample(k[:, :, :40], at, grid), k[:, :, None, 40:].expand(1, 2, 40, 3, 6)], 3)
+    values = torch.cat([oracle.sample(v[:, :, :40], at, grid), v[:, :, None, 40:].expand(1, 2, 40, 3, 6)], 3)
+    weights = ((q[:, :, :40, None] * keys).sum(-1) * 6**-0.5).softmax(-1)
+    want = (weights[..., None] * values).sum(-2)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    leaves = [q, k, v, offsets]
+    for a, b in zip(torch.autograd.grad(got.sin().sum(), leaves), torch.autograd.grad(want.sin().sum(), leaves)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_padded_tails_are_neither_read_nor_written() -> None:
+    grid = (2, 3, 4)
+    q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
+    for x in (q, k, v):
+        x[:, :, 24:] = float("nan")
+    y = graphopt.dsa.video_attention(q, k, v, grid=grid, window=(3, 3, 3), padding=6)
+    assert torch.equal(y[:, :, 24:], torch.zeros(1, 2, 6, 8))
+    want = graphopt.dsa.video_attention(q[:, :, :24], k[:, :, :24], v[:, :, :24], grid=grid, window=(3, 3, 3))
+    assert torch.equal(y[:, :, :24], want)
+
+
+def test_other_scale_and_strides() -> None:
+    grid = (2, 3, 4)
+    q, k, v = (torch.randn(1, 2, 8, 24).transpose(2, 3) for _ in range(3))
+    y = graphopt.dsa.video_attention(q, k, v, grid=grid, window=(2, 3, 3), scale=0.3)
+    want = scaled_dot_product_attention(q, k, v, attn_mask=oracle.natten_mask(grid, (2, 3, 3)), scale=0.3)
+    torch.testing.assert_close(y, want)
+
+
+Q = torch.randn(1, 2, 24, 8)
+BAD = [
+    ({"grid": (2, 3, 5)}, "30"),
+    ({"grid": (2, 3, 4), "text": 2}, "26"),
+    ({"grid": (2, 3, 4), "window": (0, 3, 3)}, "window"),
+    ({"grid": (2, 3, 4), "window": (3, 3)}, "window"),
+    ({"grid": (0, 3, 4)}, "grid"),
+    ({"grid": (2, 3, 4), "is_causal": True}, "causal"),
+    ({"grid": (2, 3, 4), "dropout_p": 0.1}, "dropout"),
+    ({"grid": (2, 3, 4), "attn_mask": torch.ones(24, 24)}, "mask"),
+    ({"grid": (2, 3, 4), "boundary": "wrap"}, "boundary"),
+    ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 2, 23, 3)}, "offsets"),
+    ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 3, 24, 3)}, "groups"),
+    ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 2, 24, 5, 3)}, "tap"),
+    ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 2, 24, 3, dtype=torch.bfloat16)}, "float32"),
+]
+
+
+@pytest.mark.parametrize(("options", "named"), BAD)
+def test_bad_input_is_named(options, named) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        graphopt.dsa.video_attention(Q, Q, Q, **{"window": (3, 3, 3), **options})
+    assert caught.value.remedy
+
+
+def test_bad_tensors_are_named() -> None:
+    for k, v, named in ((Q[:, :, :20], Q, "cross"), (Q.double(), Q, "dtypes"), (Q[:, :1].expand(1, 4, 24, 8), Q, "heads"),
+                        (Q[..., :4], Q, "dimension")):
+        with pytest.raises(ConfigError, match=named):
+            graphopt.dsa.video_attention(Q, k, v, grid=(2, 3, 4))
+    whole = torch.ones(1, 2, 24, 8, dtype=torch.int32)
+    with pytest.raises(ConfigError, match="not supported"):
+        graphopt.dsa.video_attention(whole, whole, whole, grid=(2, 3, 4))
+
+
+def test_the_reason_is_told() -> None:
+    q = torch.empty(1, 2, 24, 64, dtype=torch.bfloat16, device="meta")
+    assert graphopt.dsa.explain(q, grid=(2, 3, 4)).engine == "reference"
+    assert "meta" in graphopt.dsa.explain(q, grid=(2, 3, 4)).reason
