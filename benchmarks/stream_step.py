@@ -137,6 +137,7 @@ def main() -> None:
     p.add_argument("--width", choices=sorted(WIDTHS), default="1.3b")
     p.add_argument("--grid", default="5x30x52")
     p.add_argument("--slots", type=int, default=3)
+    p.add_argument("--resident", type=int, default=0, help="first layers that stay on the device")
     p.add_argument("--updates", default="deferred,priority")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--out", type=Path)
@@ -148,7 +149,7 @@ def main() -> None:
     t0 = time.perf_counter()
     model = build(a.width, a.layers)
     params = sum(q.numel() for q in model.parameters())
-    graphopt.stream(model, "cuda" if GPU else "cpu", slots=a.layers)
+    graphopt.stream(model, "cuda" if GPU else "cpu", slots=a.layers, resident=a.resident)
     if GPU:
         torch.cuda.empty_cache()
     engine = attach.engine_of(model)
@@ -193,12 +194,13 @@ def main() -> None:
     b = r - f
     bounds = {"deferred": max(f, up1, adam) + max(b, up2, down), "priority": max(r, adam, up1 + up2),
               "in_backward": max(f, up1) + max(b, up2, down, adam)}
-    rows = []
+    rows: list[dict] = []
     for update in a.updates.split(","):
         opt.update, engine.gradients.keep_norms = update, update == "deferred"
         if GPU:
             torch.cuda.reset_peak_memory_stats()
         misses, uploads = engine.ring.misses, engine.ring.uploads
+        worked, waited = opt.updates.worked, engine.ring.waited
         try:
             times, fw, losses = steps(step, kw, opt, a.steps, 2)
         except Exception as error:  # the other orders are still worth measuring
@@ -207,17 +209,19 @@ def main() -> None:
         opt.flush()
         ms = statistics.median(times)
         peak = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
+        busy, stood = opt.updates.worked - worked, engine.ring.waited - waited
         say(f"{now()} {update}: step {ms:.1f} ms ({min(times):.1f}-{max(times):.1f}), "
-            f"forward {statistics.median(fw):.1f}, "
-            f"bound {bounds[update]:.1f}, rho {bounds[update] / ms:.3f}, x{ms / r:.3f} resident, peak {peak:.2f} GiB, "
-            f"misses {engine.ring.misses - misses}, uploads {engine.ring.uploads - uploads}, "
-            f"losses {losses[0]:.5f} {losses[-1]:.5f}")
+            f"forward {statistics.median(fw):.1f}, bound {bounds[update]:.1f}, rho {bounds[update] / ms:.3f}, "
+            f"x{ms / r:.3f} resident, peak {peak:.2f} GiB, AdamW {1e3 * busy / a.steps:.0f} ms and host waits "
+            f"{1e3 * stood / a.steps:.0f} ms a step, misses {engine.ring.misses - misses}, "
+            f"uploads {engine.ring.uploads - uploads}, losses {losses[0]:.5f} {losses[-1]:.5f}")
         rows.append(dict(
             params_b=round(params / 1e9, 3), tokens=tokens, system="graphopt", update=update, overlap=True,
-            slots=a.slots, layers=a.layers, width=a.width, forward_ms=statistics.median(fw), step_ms=ms, resident_ms=r,
+            slots=a.slots, resident=a.resident, layers=a.layers, width=a.width,
+            forward_ms=statistics.median(fw), step_ms=ms, resident_ms=r,
             bound_ms=bounds[update], rho=bounds[update] / ms, peak_gib=peak,
             host_gib=engine.store.arena.nbytes / 2**30))
-    save("stream", rows, ("params_b", "tokens", "system", "update", "slots", "layers"),
+    save("stream", rows, ("params_b", "tokens", "system", "update", "slots", "resident", "layers"),
          {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -52,6 +53,7 @@ class Ring:
         size = max((layer.nbytes for layer in store.layers), default=0)
         self.slots = [Slot(i, size, link.device) for i in range(slots)]
         self.misses = self.uploads = self.uploaded_bytes = 0
+        self.waited = 0.0  # seconds the launching thread stood still for an update or an upload queue
         self._clock = 0
         self._views: dict[tuple[int, tuple[Any, ...]], list[torch.Tensor]] = {}
         self._queue: queue.SimpleQueue[tuple[Slot, Fetch] | None] = queue.SimpleQueue()
@@ -82,8 +84,11 @@ class Ring:
             self.misses += 1
         fetch = slot.fetch
         assert fetch is not None
-        while not fetch.issued.wait(0.5):
-            self.store.check()
+        if not fetch.issued.is_set():
+            start = time.perf_counter()
+            while not fetch.issued.wait(0.5):
+                self.store.check()
+            self.waited += time.perf_counter() - start
         self.store.check()
         self.link.wait(fetch.ready)
         self._clock += 1

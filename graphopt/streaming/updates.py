@@ -7,6 +7,7 @@ update; everything a job needs was copied out of the optimizer when it was queue
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class Updates:
         self._jobs: list[Job | Callable[[], None]] = []
         self._changed = threading.Condition()
         self._busy = 0
-        self._stop = False
+        self.worked = 0.0  # seconds spent in the kernel
         thread = threading.Thread(target=_loop, args=(weakref.ref(self), self._changed),
                                   name="graphopt-adamw", daemon=True)
         thread.start()
@@ -131,7 +132,9 @@ class Updates:
                 self.link.join(event)
             self.link.join(job.layer.reading)
             state = self.states[job.layer]
+            start = time.perf_counter()
             self.kernel([state.piece(entry, job.gradient(entry), hyper) for entry, hyper in job.hypers.items()])
+            self.worked += time.perf_counter() - start
             for entry, hyper in job.hypers.items():
                 state.steps[entry] = hyper.step
             job.done()
