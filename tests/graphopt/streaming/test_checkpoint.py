@@ -10,6 +10,7 @@ from torch import nn
 
 import graphopt
 from graphopt.errors import StreamError
+from graphopt.streaming import loading
 
 ADAM = dict(lr=1e-2)
 
@@ -135,3 +136,52 @@ def test_meta_model_is_loaded_straight_into_the_store() -> None:
     model.load_state_dict(TinyDiT(seed=6).state_dict())
     with torch.no_grad():
         assert torch.equal(step(*x), TinyDiT(seed=6)(*x))
+
+
+def test_weights_from_safetensors(tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    source = TinyDiT(seed=6)
+    state = source.state_dict()
+    save_file({k: v for k, v in state.items() if k.startswith("blocks.0")}, tmp_path / "a.safetensors")
+    save_file({k: v for k, v in state.items() if not k.startswith("blocks.0")}, tmp_path / "b.safetensors")
+    x = inputs()
+    for weights in (tmp_path, [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], state):
+        torch._dynamo.reset()
+        with torch.device("meta"):
+            model = TinyDiT()
+        graphopt.stream(model, "cpu", resident=[], weights=weights)
+        assert differing(model.state_dict(), state) == {}
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="graphopt", options=OPTIONS)(*x), source(*x))
+    for bad, match in (({k: v for k, v in state.items() if "head" not in k}, "missing: head"),
+                       ({**state, "more": torch.ones(1)}, "unknown to the model: more"),
+                       ({**state, "blocks.1.table": torch.ones(3)}, "of another shape: blocks.1.table"),
+                       (tmp_path / "none.safetensors", "does not exist")):
+        with pytest.raises(StreamError, match=match):
+            loading.load(model, bad)
+        assert differing(model.state_dict(), state) == {}, "nothing was written"
+
+
+def test_safetensors_of_diffusers_names(tmp_path) -> None:
+    import json
+
+    model, opt, step = fresh(C18(seed=1))
+    train(step, opt, (torch.randn(4, 6),), steps=2)
+    index = json.loads(loading.save_safetensors(model, tmp_path).read_text())
+    assert set(index["weight_map"].values()) == {f.name for f in tmp_path.glob("*.safetensors")}
+    assert not list(tmp_path.glob("*.part"))
+    again = graphopt.stream(C18(seed=3), "cpu", resident=[], weights=tmp_path)
+    assert differing(again.state_dict(), model.state_dict()) == {}
+
+
+def test_dcp_resume_is_exact(tmp_path) -> None:
+    x = tuple(v.bfloat16() for v in inputs())
+    straight, opt, step = fresh(TinyDiT(seed=1).bfloat16())
+    train(step, opt, x, steps=2)
+    loading.save_checkpoint(straight, opt, tmp_path / "c")
+    train(step, opt, x, steps=2, start=2)
+    resumed, opt2, step2 = fresh(TinyDiT(seed=2).bfloat16())
+    loading.load_checkpoint(resumed, opt2, tmp_path / "c")
+    train(step2, opt2, x, steps=2, start=2)
+    assert differing(resumed.state_dict(), straight.state_dict()) == {}
