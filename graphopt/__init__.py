@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from graphopt.schedule.simulate import simulate
     from graphopt.streaming.attach import stream
     from graphopt.streaming.optimizer import HostAdamW
+    from graphopt.streaming.planning import stream_plan
 
 __version__ = "0.1.0"
 
@@ -64,6 +65,7 @@ _HOME = {
     # stream
     "HostAdamW": "graphopt.streaming.optimizer",
     "stream": "graphopt.streaming.attach",
+    "stream_plan": "graphopt.streaming.planning",
 }
 __all__ = [
     "CheckFailed",
@@ -90,6 +92,7 @@ __all__ = [
     "shape_benchmark",
     "simulate",
     "stream",
+    "stream_plan",
     "trace_cost",
     "unregister_rule",
 ]

@@ -41,23 +41,20 @@ def stream(
     """
     target = torch.device(device)
     _refuse(model, slots)
-    chosen = _layers(model, layers)
-    plan = _plan(model, chosen, resident)
-    if not plan:
-        raise StreamError("no layers to stream were found", where=type(model).__name__,
-                          remedy="name them: graphopt.stream(model, layers=['blocks.*'])")
-    on_cpu = sum(e.handle.untyped_storage().nbytes() for x in plan for e in x.entries if e.handle.device.type == "cpu")
-    memory.require(sum(x.nbytes for x in plan), "the host store", saved=on_cpu)
+    streamed = plan(model, layers, resident)
+    on_cpu = sum(e.handle.numel() * e.handle.element_size() for x in streamed for e in x.entries
+                 if e.handle.device.type == "cpu")
+    memory.require(sum(x.nbytes for x in streamed), "the host store", saved=on_cpu)
     link = link or link_for(target)
-    store = HostStore(plan, link.pin)
+    store = HostStore(streamed, link.pin)
     pool = handles.Pool(store.entries, link.device)
-    for layer in plan:
+    for layer in streamed:
         store.allocate_weights(layer)
         for entry in layer.entries:
             _move(entry, pool)
     _rest(model, link.device)
     engine = Engine(store, link, slots)
-    for layer in plan:
+    for layer in streamed:
         layer.engine = engine
     state.hook(model, engine)
     eager.guard(model, engine)
@@ -66,6 +63,15 @@ def stream(
 
         load(model, weights)
     return model
+
+
+def plan(model: nn.Module, layers: Sequence[str] | None, resident: str | int | Sequence[str]) -> list[HostLayer]:
+    """The layers that would be streamed, laid out; nothing is moved.  Raises StreamError if there are none."""
+    found = _plan(model, _layers(model, layers), resident)
+    if not found:
+        raise StreamError("no layers to stream were found", where=type(model).__name__,
+                          remedy="name them: graphopt.stream(model, layers=['blocks.*'])")
+    return found
 
 
 def engine_of(model: nn.Module) -> Engine:
