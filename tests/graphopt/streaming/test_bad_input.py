@@ -163,7 +163,7 @@ def test_a_crash_in_a_step_leaves_the_checkpoint_before(tmp_path) -> None:
     want = torch.load(tmp_path / "c.pt")
     step(*x).sum().backward()
     opt.updates.kernel = lambda *a: (_ for _ in ()).throw(RuntimeError("crash"))
-    with pytest.raises(StreamError, match="crash"):
+    with pytest.raises(StreamError, match="crash"):  # noqa: PT012
         opt.step()  # raises here already if the thread dies at once
         opt.flush()
     torch._dynamo.reset()

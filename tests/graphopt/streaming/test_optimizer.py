@@ -193,7 +193,7 @@ def test_a_dying_thread_is_told_and_weights_stay() -> None:
 
     opt.updates.kernel = broken
     step(torch.zeros(1)).sum().backward()
-    with pytest.raises(StreamError, match="out of order"):
+    with pytest.raises(StreamError, match="out of order"):  # noqa: PT012
         opt.step()  # raises here already if the thread dies at once
         opt.flush()
     with pytest.raises(StreamError, match="out of order"):
