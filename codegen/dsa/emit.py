@@ -36,7 +36,8 @@ import triton
 import triton.language as tl
 
 from graphopt.codegen.dsa.device import (
-    axis_start, offset_moves, pack_pair, step_chunk, store_in_place, tile_position, unpack_pair,
+    axis_start, offset_moves, pack_pair, pack_pair_portable, step_chunk, store_in_place, tile_position,
+    unpack_pair,
 )
 
 '''
@@ -316,7 +317,7 @@ def expand(TAPS, OFFSETS, WORDS, BASES, T, H, W, heads, group, first, pitch, o_b
             now = [f"row_{n}{h} * (1 - fh)"] * (h < KH) + [f"row_{n}{h - 1} * fh"] * (h > 0)
             lines.append(f"plane_{n} = {' + '.join(now)}")
             lines += [f"sum_{n} = plane_{n} * (1 - ft) + {n}{h} * ft", f"{n}{h} = plane_{n}"]
-        lines.append(f"tl.store(target + {h * (KW + 1)}, pack_pair(sum_a, sum_b, HALF), mask=out)")
+        lines.append(f"tl.store(target + {h * (KW + 1)}, pack_pair_portable(sum_a, sum_b, HALF), mask=out)")
     lines += [f"source += {KH} * pitch", f"target += {(KH + 1) * (KW + 1)}"]
     return s + indent(lines, 2)
 

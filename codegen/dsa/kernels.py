@@ -65,11 +65,13 @@ def run_reach(offsets: Tensor, reach: Tensor, grid: Triple, tile: Triple, window
 
     lattice.tile_reach[(spec.tiles(grid, tile), count)](
         offsets, reach, *grid, *tile, heads, heads // offsets.shape[1], first, *strides(offsets), *window, ROWS,
-        num_warps=2)
+        num_warps=1)
 
 
 class Backward:
     """The steps of one backward over a chunk of query heads (of one batch element), and the buffers between them."""
+
+    lattices = 0  # fp32 score lattices beside the words
 
     def __init__(self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, y: Tensor, lse: Tensor,
                  grid: Triple, window: Triple, scale: float, with_offsets: bool = True) -> None:
@@ -91,7 +93,7 @@ class Backward:
         self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.doffsets = new(B, self.heads, self.N, 3, dtype=torch.float32) if with_offsets else None
         self.delta = torch.empty_like(lse)
-        self.chunk = min(self.heads, spec.head_chunk(self.spec, self.N, self.heads, self.share))
+        self.chunk = min(self.heads, spec.head_chunk(self.spec, self.N, self.heads, self.share, self.lattices))
         self.taps = new(self.chunk, self.N, math.prod(window[:2]) * self.spec.pitch)
         self.words = new(self.chunk, self.N, self.spec.lattice)
         self.bases = new(self.chunk, self.N)
@@ -118,19 +120,21 @@ class Backward:
             *strides(self.dy), self.scale * LOG2E, self.scale, self.spec.pitch, *self.window, *self.dims, self.half,
             num_warps=4, num_stages=stages)
 
-    def run_expand(self, first: int, count: int, queries: int = 16, warps: int = 4) -> None:
+    def run_expand(self, first: int, count: int, queries: int = 8, warps: int = 2) -> None:
         """Taps to lattice words."""
         self.module.expand[(self.cdiv(self.N, queries), count)](
             self.taps, self.offsets, self.words, self.bases, *self.grid, self.heads, self.group, first,
             self.spec.pitch, *strides(self.offsets), queries, self.half, num_warps=warps)
 
     def run_spread(self, first: int, count: int, tile: Triple = spec.SPREAD_TILE, rows: int = ROWS, columns: int = 32,
-                   along: int = 16, warps: int = 4, stages: int = 3) -> None:
-        """dq."""
+                   along: int = 16, warps: int = 4, stages: int = 3, x: Tensor | None = None,
+                   out: Tensor | None = None, high: bool = True) -> None:
+        """dq from k, or another sum over lattice points."""
+        x, out = self.k if x is None else x, self.dq if out is None else out
         self.lattice.spread[(spec.tiles(self.grid, tile), count)](
-            self.words, self.k, self.offsets, self.dq, *self.grid, *tile, self.heads, self.share, self.group, first,
-            *strides(self.k), *strides(self.offsets), *strides(self.dq), 1.0, *self.window, *self.dims, rows, columns,
-            along, self.half, True, self.wide, num_warps=warps, num_stages=stages)
+            self.words, x, self.offsets, out, *self.grid, *tile, self.heads, self.share, self.group, first,
+            *strides(x), *strides(self.offsets), *strides(out), 1.0, *self.window, *self.dims, rows, columns,
+            along, self.half, high, self.wide, num_warps=warps, num_stages=stages)
 
     def run_boxes(self, first: int, count: int) -> None:
         """For each tile of keys the box of queries that touch it."""

@@ -112,7 +112,16 @@ def test_bad_tensors_are_named() -> None:
         graphopt.dsa.video_attention(whole, whole, whole, grid=(2, 3, 4))
 
 
+def test_offsets_without_effect_get_a_zero_gradient() -> None:
+    q = torch.randn(1, 2, 24, 8)
+    offsets = torch.randn(1, 2, 24, 3).requires_grad_()
+    assert graphopt.dsa.explain(q, offsets, grid=(2, 3, 4), window=(2, 3, 4)).engine == "dense"
+    graphopt.dsa.video_attention(q, q, q, offsets, grid=(2, 3, 4), window=(2, 3, 4)).sum().backward()
+    assert torch.equal(offsets.grad, torch.zeros_like(offsets))
+
+
 def test_the_reason_is_told() -> None:
     q = torch.empty(1, 2, 24, 64, dtype=torch.bfloat16, device="meta")
-    assert graphopt.dsa.explain(q, grid=(2, 3, 4)).engine == "reference"
-    assert "meta" in graphopt.dsa.explain(q, grid=(2, 3, 4)).reason
+    assert graphopt.dsa.explain(q, grid=(3, 9, 9)).engine == "reference"
+    assert "meta" in graphopt.dsa.explain(q, grid=(3, 9, 9)).reason
+    assert "whole grid" in graphopt.dsa.explain(q, grid=(2, 3, 4)).reason
