@@ -1,11 +1,11 @@
-"""3D deformable sliding attention against cuDNN, FlexAttention's fixed window and grid_sample; end to end through autograd.
+"""3D deformable sliding attention against cuDNN, FlexAttention's fixed window and grid_sample, through autograd.
 
     python benchmarks/dsa.py                         every size, both windows
     python benchmarks/dsa.py --sizes 32760 75600     the sizes of the bars
     python benchmarks/dsa.py --plot                  results/<machine>/dsa.png from the saved rows
 
-offsets: none (fixed window), zero (offsets that are all 0), smooth (uniform noise of +-(1, 2, 2) tokens on control points
-every 5 x 10 x 13 tokens or so, trilinear between), rough (every 2.5 x 4 x 4.6).  Milliseconds are medians.
+offsets: none (fixed window), zero (offsets that are all 0), smooth (uniform noise of +-(1, 2, 2) tokens on control
+points every 5 x 10 x 13 tokens or so, trilinear between), rough (every 2.5 x 4 x 4.6).  Milliseconds are medians.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=[math.prod(g) for g in GRIDS])
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no new case starts")
-    parser.add_argument("--flex", type=int, nargs="*", default=[4680, 32760, 75600], help="sizes to run FlexAttention at")
+    parser.add_argument("--flex", type=int, nargs="*", default=[4680, 32760, 75600], help="sizes for FlexAttention")
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
