@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint types dist-check nightly clean
+.PHONY: demo test test-html lint types dist-check nightly clean
 
 demo: $(STAMP)
 	$(BIN)/python -m graphopt demo
@@ -26,6 +26,10 @@ types: $(STAMP)
 	$(BIN)/pip install -q --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p graphopt
 
+# the HTML pages in headless Chromium (Debian's package `chromium`)
+test-html: $(STAMP)
+	$(BIN)/python tests/html_check.py
+
 # wheel and sdist, installed in a clean environment; the top-level names they install
 dist-check: $(STAMP)
 	$(BIN)/python tests/dist_check.py
@@ -34,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jinja2 pytest hypothesis ruff mypy build
+	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jinja2 pytest hypothesis accelerate torchdata ruff mypy build
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 

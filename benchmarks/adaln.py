@@ -1,6 +1,7 @@
 """The fused AdaLN operators against Inductor (mix-order off) and eager, as whole compiled functions.
 
-    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--fusions F1,F2,F2a,F3] [--fit] [--out FOLDER]
+    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--fusions F1,F2,F2a,F3] [--systems graphopt,inductor,eager]
+                               [--fit] [--out FOLDER]
 
 Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
 copy bandwidth) over graphopt's time.  `--fit --out results/h200/adaln.json` turns such a file into the
@@ -45,7 +46,7 @@ def f3(x, branch, gate):
 
 
 FUNCTIONS = {"F1": f1, "F2": f2, "F2a": f2a, "F3": f3}
-NAMES = {f.code: f.name for f in FUSIONS.values()}
+NAMES = {f.code: f.name for f in FUSIONS.values() if f.code in FUNCTIONS}
 
 
 def operands(code: str, B: int, N: int, D: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -144,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--fusions", default="F1,F2,F2a,F3")
+    parser.add_argument("--systems", default="graphopt,inductor,eager")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -158,7 +160,7 @@ def main() -> None:
         for code in args.fusions.split(","):
             torch.manual_seed(0)
             tensors = operands(code, B, N, D, torch.bfloat16)
-            systems = ["graphopt", "inductor"] + (["eager"] if tensors[0].nbytes < SMALL else [])
+            systems = [s for s in args.systems.split(",") if s != "eager" or tensors[0].nbytes < SMALL]
             us = {}
             for system in systems:
                 try:
@@ -172,7 +174,8 @@ def main() -> None:
                 if "graphopt" in us:
                     row["roofline"] = floor / us["graphopt"][i]
                 rows.append(row)
-                print(row, flush=True)
+                times = "  ".join(f"{s} {t[i]:8.1f}" for s, t in us.items())
+                print(f"{code:3s} {direction:8s} {shape:14s} {row.get('roofline', 0):.3f}  us: {times}", flush=True)
             keys = ("kernel", "direction", "shape", "dtype", "form")
             save("adaln", rows, keys, {"copy_tb_per_s": bandwidth}, args.out)
             del tensors

@@ -29,21 +29,23 @@ from graphopt.schedule.planner import plan_batches  # noqa: E402
 from graphopt.schedule.simulate import simulate  # noqa: E402
 
 NOISE = 0.03
-KEYS = ("check", "data", "ranks", "policy", "tau", "mode", "rows", "model", "size", "gpu", "B", "S")
+KEYS = ("check", "data", "ranks", "policy", "tau", "mode", "rows", "model", "size", "gpu", "B", "S", "system", "fsdp")
 
 
 def commit() -> str:
+    if os.environ.get("GRAPHOPT_COMMIT"):
+        return os.environ["GRAPHOPT_COMMIT"]
     return (
         subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         or "unknown"
     )
 
 
-def save(rows: list[dict], machine: str, ceilings: dict | None = None) -> Path:
+def save(rows: list[dict], machine: str, ceilings: dict | None = None, folder: Path | None = None) -> Path:
     """Merge rows into the machine's result file."""
     import torch
 
-    path = ROOT / "benchmarks" / "results" / machine / "schedule.json"
+    path = (folder or ROOT / "benchmarks" / "results" / machine) / "schedule.json"
     old = json.loads(path.read_text()) if path.exists() else {"rows": [], "ceilings": {}}
     for row in rows:
         row["commit"] = commit()

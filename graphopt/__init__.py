@@ -12,9 +12,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphopt._inspect import Inspection, inspect
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
+    from graphopt.loading.accumulate import accumulate
+    from graphopt.loading.loader import PlanLoader
+    from graphopt.loading.microbatch import MicrobatchInfo
+    from graphopt.loading.sampler import PlanBatchSampler
+    from graphopt.passes.catalogue import register_rule, unregister_rule
+    from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
     from graphopt.schedule.bench import shape_benchmark
     from graphopt.schedule.cost import trace_cost
@@ -30,12 +37,21 @@ _HOME = {
     "CheckFailed": "graphopt.checks",
     "Config": "graphopt.config",
     "GraphoptError": "graphopt.errors",
+    "Rule": "graphopt.passes.rule",
+    "register_rule": "graphopt.passes.catalogue",
+    "unregister_rule": "graphopt.passes.catalogue",
     "Report": "graphopt.reporting",
     "check": "graphopt.checks",
     "configure": "graphopt.config",
+    "Inspection": "graphopt._inspect",
+    "inspect": "graphopt._inspect",
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
     # plan
+    "MicrobatchInfo": "graphopt.loading.microbatch",
+    "PlanBatchSampler": "graphopt.loading.sampler",
+    "PlanLoader": "graphopt.loading.loader",
+    "accumulate": "graphopt.loading.accumulate",
     "Plan": "graphopt.schedule.plan",
     "fit_cost": "graphopt.schedule.fitting",
     "fit_memory": "graphopt.schedule.fitting",
@@ -45,8 +61,30 @@ _HOME = {
     "trace_cost": "graphopt.schedule.cost",
 }
 __all__ = [
-    "CheckFailed", "Config", "GraphoptError", "Plan", "Report", "check", "configure", "fit_cost", "fit_memory",
-    "last_report", "plan_batches", "report", "shape_benchmark", "simulate", "trace_cost",
+    "CheckFailed",
+    "Config",
+    "GraphoptError",
+    "Inspection",
+    "MicrobatchInfo",
+    "Plan",
+    "PlanBatchSampler",
+    "PlanLoader",
+    "Report",
+    "Rule",
+    "accumulate",
+    "check",
+    "configure",
+    "fit_cost",
+    "fit_memory",
+    "inspect",
+    "last_report",
+    "plan_batches",
+    "register_rule",
+    "report",
+    "shape_benchmark",
+    "simulate",
+    "trace_cost",
+    "unregister_rule",
 ]
 
 

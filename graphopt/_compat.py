@@ -5,14 +5,16 @@ Known to hold on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 
 def statically_true(condition: Any) -> bool:
@@ -41,6 +43,13 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: list[Any], options: dic
     return torch._inductor.compile(gm, example_inputs, options=options)
 
 
+def inductor_parameters() -> list[str]:
+    """The parameters of what `inductor_compile` calls."""
+    import torch._inductor
+
+    return list(inspect.signature(torch._inductor.compile).parameters)
+
+
 def inductor_mode_options(mode: str) -> dict[str, Any]:
     """Inductor's settings for a mode such as "max-autotune"."""
     import torch._inductor
@@ -60,6 +69,32 @@ def inductor_mode_names() -> list[str]:
     import torch._inductor
 
     return list(torch._inductor.list_mode_options())
+
+
+POST_GRAD = "post_grad_custom_post_pass"
+
+
+def post_grad_pass(change: Callable[[fx.Graph], Any], version: str, users: Any = None) -> Any:
+    """`change` as the value of Inductor's option POST_GRAD; `users` is the user's own pass, which runs after it.
+
+    version: names what `change` does; Inductor's cache of compiled graphs depends on it.  Without a version of the
+    user's pass (a plain callable has none) Inductor does not cache, as it does for that pass alone.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    theirs = [] if users is None else (list(users) if isinstance(users, (list, tuple)) else [users])
+
+    class PostGrad(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            change(graph)
+            for run in theirs:
+                run(graph)
+
+        def uuid(self) -> Any:
+            names = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in theirs]
+            return None if None in names else repr((version, names)).encode()
+
+    return PostGrad()
 
 
 MIX_ORDER = "triton.mix_order_reduction"
@@ -140,6 +175,18 @@ def _filled(cell: Any) -> bool:
         return False
 
 
+def forward_mode_ad() -> str | None:
+    """"forward-mode AD" inside `torch.autograd.forward_ad.dual_level()`.  torch sets no guard on it."""
+    return "forward-mode AD" if forward_ad._current_level >= 0 else None
+
+
+def has_tangent(args: tuple[Any, ...]) -> bool:
+    """Does one of the arguments of a compiled graph carry a tangent of forward-mode AD?"""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
+
+
 def current_compile_id() -> str:
     """Torch's name of the frame being compiled, such as "0/1" (frame / recompilation)."""
     from torch._guards import CompileContext
@@ -184,13 +231,59 @@ def fake_mode_of(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 
+class FrameAttempt(NamedTuple):
+    """One frame torch tried to trace: its code, and why and where it gave up (None: it did not)."""
 
-def skipped_frames() -> list[str]:
-    """Why torch skipped frames or broke graphs in this process, as far as it counted them."""
+    name: str
+    file: str
+    line: int
+    failed: str | None
+    place: str | None
+    ops: int | None
+
+
+def frame_attempts() -> list[FrameAttempt]:
+    """The frames torch tried to trace since it was last reset (it keeps the newest 64), in order."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    metrics = [m for m in get_compilation_metrics() if m.co_name is not None]
+    starts = [i for i, m in enumerate(metrics) if m.compile_id == "0/0"]  # a reset numbers frames from 0 again
+    return [
+        FrameAttempt(
+            m.co_name or "", m.co_filename or "", m.co_firstlineno or 0,
+            None if m.fail_type is None else (m.fail_reason or m.fail_type),
+            None if m.fail_user_frame_filename is None else f"{m.fail_user_frame_filename}:{m.fail_user_frame_lineno}",
+            m.graph_op_count,
+        )
+        for m in metrics[starts[-1] if starts else 0:]
+    ]
+
+
+def graph_breaks() -> list[tuple[str, list[tuple[str, int, str]]]]:
+    """Why and where torch broke graphs since it was last reset: (reason, [(file, line, function), ..innermost])."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return [(r.reason, [(f.filename, f.lineno or 0, f.name) for f in r.user_stack]) for r in graph_break_reasons]
+
+
+def recompile_limit(code: CodeType) -> int | None:
+    """The limit on compiled versions of a code object, if torch hit it (it runs eagerly from then on), else None."""
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.utils import counters
 
-    reasons = [str(k) for k in counters.get("graph_break", {})] + [str(k) for k in counters.get("unimplemented", {})]
-    return [r.splitlines()[0] for r in reasons[:5] if r]
+    hit = any(str(k).startswith("Dynamo recompile limit exceeded") for k in counters.get("unimplemented", {}))
+    return config.recompile_limit if hit and len(_debug_get_cache_entry_list(code)) >= config.recompile_limit else None
+
+
+def compiling_is_off() -> str | None:
+    """What switched torch.compile off in this process, or None."""
+    from torch._dynamo import config, eval_frame
+
+    if config.disable:
+        return "torch.compile is switched off (torch._dynamo.config.disable or TORCH_COMPILE_DISABLE)"
+    stance = eval_frame._stance.stance
+    return None if stance in ("default", "fail_on_recompile") else f"torch.compiler.set_stance({stance!r}) is in force"
 
 
 def aot_autograd(forward: Callable[..., Any], backward: Callable[..., Any], partition: Callable[..., Any]) -> Any:
@@ -210,8 +303,38 @@ def every_size_its_own_symbol() -> Iterator[None]:
         yield
 
 
+def default_store() -> Any:
+    """The key-value store that the default process group was made with."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def floor_div_and_max() -> tuple[Any, Any]:
     """The sympy functions torch writes sizes with."""
     from torch.utils._sympy.functions import FloorDiv, Max
 
     return FloorDiv, Max
+
+
+def graph_target(function: Any) -> Any:
+    """What an FX graph can call for a function: the overload of a custom operator, else the function itself."""
+    from torch.library import CustomOpDef
+
+    return function._opoverload if isinstance(function, CustomOpDef) else function
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a JSON text into torch's structured trace (TORCH_TRACE), where tlparse shows it beside the graph."""
+    from torch._logging import trace_structured
+
+    # not inside a compile when `graphopt doctor` asks
+    about = {"name": name, "encoding": "json"}
+    trace_structured("artifact", expect_trace_id=False, metadata_fn=lambda: about, payload_fn=payload)
+
+
+def inductor_cache_folder() -> str:
+    """Where Inductor keeps compiled code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from graphopt._plan_source import Source, takes_source
 from graphopt.errors import ConfigError, GraphoptError
 
 plan_app = typer.Typer(
@@ -22,28 +23,6 @@ plan_app = typer.Typer(
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Manifest = Annotated[
-    Path | None,
-    typer.Option(
-        "--manifest", help="Metadata: Parquet, CSV or JSONL with frames, height, width (and caption_length), or tokens."
-    ),
-]
-FitFile = Annotated[Path | None, typer.Option("--fit", help="A fit that `graphopt fit` wrote.")]
-Model = Annotated[str | None, typer.Option("--model", help="Instead of a fit: a built-in model (wan-1.3b, wan-14b).")]
-Gpu = Annotated[str, typer.Option("--gpu", help="With --model: h200, h100, a100-80gb.")]
-Remat = Annotated[str, typer.Option("--remat", help="With --model: full or none.")]
-Memory = Annotated[float | None, typer.Option("--m-mem", help="Memory limit: tokens of a microbatch per rank.")]
-MemoryGib = Annotated[
-    float | None, typer.Option("--memory-gib", help="Memory limit in GiB per rank (needs a memory model).")
-]
-Compute = Annotated[float | None, typer.Option("--m-comp", help="Compute limit: B * S^p of a microbatch.")]
-Vae = Annotated[str, typer.Option("--vae", help="VAE downsampling: frames,height,width.")]
-Patch = Annotated[str, typer.Option("--patch", help="Patch size: frames,height,width.")]
-CaptionBin = Annotated[int, typer.Option("--caption-bin", help="Caption lengths are padded to a multiple of this.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the order.")]
-Tau = Annotated[float, typer.Option("--tau", help="Cost of a rank's step, in units of the costliest sample.")]
-
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
     """Print graphopt's errors as text and exit with 2."""
@@ -85,22 +64,14 @@ def progress(text: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @plan_app.callback()
+@takes_source
 @reported
 def plan(
     ctx: typer.Context,
-    manifest: Manifest = None,
-    fit_file: FitFile = None,
-    model: Model = None,
-    gpu: Gpu = "h200",
-    remat: Remat = "full",
+    source: Source,
     ranks: Annotated[int, typer.Option(help="Processes of the job.")] = 1,
-    m_mem: Memory = None,
-    memory_gib: MemoryGib = None,
-    m_comp: Compute = None,
     policy: Annotated[str, typer.Option(help="step_balanced, adaptive_load or equal_token.")] = "step_balanced",
-    seed: Seed = 0,
     epoch: Annotated[int, typer.Option(help="Epoch number: another order, the same samples.")] = 0,
-    tau: Tau = 1.3,
     sync: Annotated[
         str, typer.Option(help="step (DDP, FSDP2 ZeRO-1 style) or microbatch (ZeRO-3, pipelines).")
     ] = "step",
@@ -112,9 +83,9 @@ def plan(
     table: Annotated[
         Path | None, typer.Option(help="Bucket table (Open-Sora, NeMo) whose batch sizes are upper limits.")
     ] = None,
-    vae: Vae = "4,8,8",
-    patch: Patch = "1,2,2",
-    caption_bin: CaptionBin = 512,
+    carry_from: Annotated[
+        Path | None, typer.Option(help="Plan of the epoch before: what it carried over comes into this one.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Plan folder to write.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing plan.")] = False,
     html: Annotated[Path | None, typer.Option(help="Also write a page about the plan.")] = None,
@@ -125,30 +96,34 @@ def plan(
     """
     if ctx.invoked_subcommand is not None:
         return
-    if manifest is None:
+    if source.manifest is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(2)
     from graphopt.schedule import options, page, report
-    from graphopt.schedule.dataset import read_samples
+    from graphopt.schedule.plan import Plan
     from graphopt.schedule.planner import plan_batches
     from graphopt.schedule.tables import read_table
 
-    cost, memory_bytes = options.cost(fit_file, model, gpu, remat, ranks, m_mem, memory_gib)
-    layout = options.layout(vae, patch)
-    samples = read_samples(manifest, layout=layout, caption_bin=caption_bin)
-    limits = None if table is None else read_table(table).limits(samples.shapes, layout)
+    cost, memory_bytes = source.cost(ranks, sync)
+    samples = source.samples()
+    limits = None if table is None else read_table(table).limits(samples.shapes, source.layout)
+    carried: list[int] = []
+    if carry_from is not None:
+        before = Plan.load(carry_from)
+        before.check_dataset(samples)
+        carried = before.carried
     with progress("planning steps") as show:
         made = plan_batches(
             samples,
             cost,
             ranks=ranks,
-            m_mem=m_mem,
-            m_comp=m_comp,
+            m_mem=source.m_mem,
+            m_comp=source.m_comp,
             memory_bytes=memory_bytes,
             policy=policy,
-            seed=seed,
+            seed=source.seed,
             epoch=epoch,
-            tau=tau,
+            tau=source.tau,
             sync=sync,
             microbatches=microbatches,
             allowed_b=options.numbers(allowed_b, "allowed-b", int),
@@ -156,6 +131,7 @@ def plan(
             sp=sp,
             tail=tail,
             limits=limits,
+            carry_in=carried,
             out=out,
             overwrite=overwrite,
             progress=show,
@@ -211,8 +187,8 @@ def table(
     folder: Annotated[Path, typer.Argument(help="A plan folder.")],
     kind: Annotated[str, typer.Option("--format", help="open-sora, finetrainers or nemo.")] = "open-sora",
     fps: Annotated[float, typer.Option(help="Frames per second, for NeMo's durations.")] = 16.0,
-    vae: Vae = "4,8,8",
-    patch: Patch = "1,2,2",
+    vae: Annotated[str, typer.Option(help="VAE downsampling: frames,height,width.")] = "4,8,8",
+    patch: Annotated[str, typer.Option(help="Patch size: frames,height,width.")] = "1,2,2",
 ) -> None:
     """Print a plan's largest batch per bucket as another trainer's bucket table.
 
@@ -303,27 +279,16 @@ def fit(
     typer.echo(f"wrote {out}" + (f" and {plot}" if plot else ""))
 
 
+@takes_source
 @reported
 def simulate(
-    manifest: Manifest = None,
-    fit_file: FitFile = None,
-    model: Model = None,
-    gpu: Gpu = "h200",
-    remat: Remat = "full",
+    source: Source,
     ranks: Annotated[str, typer.Option(help="Rank counts, e.g. 8,64,1024.")] = "8",
-    m_mem: Memory = None,
-    memory_gib: MemoryGib = None,
-    m_comp: Compute = None,
     policies: Annotated[str, typer.Option(help="Policies to compare.")] = "equal_token,adaptive_load,step_balanced",
-    tau: Tau = 1.3,
     noise: Annotated[float, typer.Option(help="Sigma of each microbatch's lognormal noise.")] = 0.03,
     step_overhead_s: Annotated[
         float | None, typer.Option(help="Seconds per step beside microbatches (the fit's by default).")
     ] = None,
-    vae: Vae = "4,8,8",
-    patch: Patch = "1,2,2",
-    caption_bin: CaptionBin = 512,
-    seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="JSON of the figures.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the comparison.")] = None,
 ) -> None:
@@ -333,20 +298,19 @@ def simulate(
     """
     from graphopt.schedule import options, plots, report
     from graphopt.schedule.costmodel import write_json
-    from graphopt.schedule.dataset import read_samples
     from graphopt.schedule.planner import plan_batches
     from graphopt.schedule.simulate import simulate as run
 
-    if manifest is None:
+    if source.manifest is None:
         raise ConfigError("simulate needs --manifest", remedy="graphopt simulate --help shows an example")
-    samples = read_samples(manifest, layout=options.layout(vae, patch), caption_bin=caption_bin)
+    samples = source.samples()
     counts, names = options.numbers(ranks, "ranks", int) or [], policies.split(",")
     results = []
     with progress("simulating designs") as bar:
         for n in counts:
-            cost, memory_bytes = options.cost(fit_file, model, gpu, remat, n, m_mem, memory_gib)
+            cost, memory_bytes = source.cost(n)
             for policy in names:
-                mem = m_mem
+                mem = source.m_mem
                 if policy == "adaptive_load" and mem is None and cost.memory is not None and memory_bytes is not None:
                     mem = (memory_bytes - cost.memory.m0) / cost.memory.m1  # its formula is in tokens
                 made = plan_batches(
@@ -355,12 +319,13 @@ def simulate(
                     ranks=n,
                     m_mem=mem,
                     memory_bytes=memory_bytes,
-                    m_comp=m_comp,
+                    m_comp=source.m_comp,
                     policy=policy,
-                    tau=tau,
-                    seed=seed,
+                    tau=source.tau,
+                    seed=source.seed,
                 )
-                results.append((policy, run(made, cost, noise=noise, seed=seed, step_overhead_s=step_overhead_s)))
+                r = run(made, cost, noise=noise, seed=source.seed, step_overhead_s=step_overhead_s)
+                results.append((policy, r))
                 bar(len(results), len(counts) * len(names))
     typer.echo(report.comparison(results))
     if out is not None:

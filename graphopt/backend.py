@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Mapping
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from torch import fx
 
-from graphopt import _compat, reporting
+from graphopt import _compat, _compat_capture, reporting
 from graphopt.config import Config, parse
-from graphopt.errors import GraphoptError, RewriteError
-from graphopt.passes import catalogue, pipeline
+from graphopt.errors import GraphoptError, RewriteError, RuleError
+from graphopt.passes import catalogue, freeing_order, pipeline
 from graphopt.passes.adaln import AdaLN
+from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.record import PassRecord
 
 log = logging.getLogger(__name__)
@@ -39,14 +44,28 @@ def graphopt(
     of_callable = reporting.current()
     of_callable.add(record)
     rewritten = rewrite(gm, config, record)
+    if config.compiler == "inductor" and any(site.status == "rewritten" for site in record.sites):
+        inductor_options[_compat.POST_GRAD] = _compat.post_grad_pass(
+            freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
+        )
     compiled = hand_over(rewritten, example_inputs, config, inductor_options)
+    _compat.trace_artifact("graphopt_report", record.to_json)
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
     log.debug("%s", of_callable)
     return counted(compiled, record)
 
 
-def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -> fx.GraphModule:
-    """Run the passes on a copy.  When one fails, the graph goes on as it came (or the error is raised)."""
+def rewrite(
+    gm: fx.GraphModule,
+    config: Config,
+    record: reporting.GraphRecord,
+    target: str | None = None,
+    observe: Callable[[str, fx.GraphModule], None] | None = None,
+) -> fx.GraphModule:
+    """Run the passes on a copy.  When one fails, the graph goes on as it came (or the error is raised).
+
+    target: a GPU that need not be here, such as "sm90".  observe: shown the graph after each pass.
+    """
 
     def warn(message: str) -> None:
         record.notes.append(message)
@@ -57,13 +76,15 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
         select=config.select,
         numerics=config.numerics,
         on_error=config.on_error,
+        target=target,
+        inputs=verifiable(gm, warn) if config.verify else None,
         warn=warn,
     )
     twin = pipeline.copy(gm)
     try:
-        record.passes += pipeline.run(twin, passes(), context)
+        record.passes += pipeline.run(twin, passes(), context, observe)
     except Exception as error:
-        if config.on_error == "raise":
+        if config.on_error == "raise" or isinstance(error, RuleError):
             if isinstance(error, GraphoptError):
                 raise
             what = f"a pass failed: {type(error).__name__}: {error}"
@@ -75,9 +96,23 @@ def rewrite(gm: fx.GraphModule, config: Config, record: reporting.GraphRecord) -
     return twin
 
 
+def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | None:
+    """The real inputs of a graph, or None with a warning where torch does not hold them."""
+    inputs = _compat_capture.real_inputs(gm)
+    if inputs is None:
+        warn("graphopt.verify: torch holds no values for the inputs of this graph, so its sites are not verified")
+    return inputs
+
+
 def passes() -> list[pipeline.Pass]:
     """The passes of a graph, in order."""
-    return [AdaLN()]
+    return [Canonicalize(), AdaLN()]
+
+
+@cache
+def version(module: ModuleType) -> str:
+    """A hash of a module's source, for caches that depend on what it does."""
+    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:12]
 
 
 def hand_over(
@@ -93,9 +128,17 @@ def hand_over(
 
 def counted(compiled: Callable[..., Any], record: reporting.GraphRecord) -> Callable[..., Any]:
     """The compiled graph, counting its calls for `Report.count(executed=True)`."""
+    fused = any(site.status == "rewritten" for site in record.sites)
 
     def run(*args: Any) -> Any:
         record.calls += 1
+        if fused and _compat.has_tangent(args):
+            raise GraphoptError(
+                "forward-mode AD through a graph that was compiled without it: fused operators would drop the tangents",
+                where=f"graph {record.compile_id}",
+                remedy="call torch._dynamo.reset() and run it under dual_level first, or run it eagerly there "
+                "(torch.compiler.set_stance('force_eager'))",
+            )
         return compiled(*args)
 
     return run

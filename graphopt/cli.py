@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from graphopt import _plan_cli
+from graphopt import _inspect_cli, _kernels_cli, _plan_cli
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -13,6 +13,8 @@ app = typer.Typer(
 
 
 _plan_cli.mount(app)
+app.command()(_inspect_cli.inspect)
+app.add_typer(_kernels_cli.app, name="kernels")
 
 
 @app.command()
@@ -31,6 +33,23 @@ def demo(
 
 
 @app.command()
+@_inspect_cli.reported
+def doctor(
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead."),
+) -> None:
+    """Say what this machine and this torch are, and what would not work; paste it into a bug report.
+
+    Exit code 1 if there is a problem.  Example: graphopt doctor > doctor.txt
+    """
+    with _inspect_cli.progress("examining"):
+        from graphopt import doctor as examination
+
+        found = examination.examine()
+    typer.echo(examination.to_json(found) if as_json else examination.text(found))
+    raise typer.Exit(1 if any(f.problem for f in found) else 0)
+
+
+@app.command()
 def rules() -> None:
     """List the rules, with the graph before and after each.
 
@@ -42,7 +61,7 @@ def rules() -> None:
     from graphopt.passes import catalogue
 
     for rule in catalogue.RULES:
-        module = sys.modules[rule.check.__module__]
+        module = sys.modules[(rule.replace or rule.function or rule.check).__module__]
         typer.echo(f"{rule.name}  (switched by {', '.join(sorted(rule.families))})")
         typer.echo(inspect.cleandoc(module.__doc__ or "") + "\n")
 

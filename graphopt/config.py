@@ -34,6 +34,7 @@ class Config:
     select: "profitable" leaves a site to Inductor where it is predicted to be faster there, "all" rewrites every one.
     numerics: "fp32" rounds once at the end of a site, "eager" after each op of the source.
     on_error: "fallback" leaves a site alone when something about it fails, "raise" raises.
+    verify: compare every site with fp64 on the inputs of the first call, and leave out (or raise for) what differs.
     compiler: what compiles the rewritten graph.
     mode: a mode of Inductor (torch.compile refuses mode= beside options=).
     """
@@ -43,6 +44,7 @@ class Config:
     select: str = "profitable"
     numerics: str = "fp32"
     on_error: str = "fallback"
+    verify: bool = False
     compiler: str = "inductor"
     mode: str | None = None
 
@@ -107,6 +109,8 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
             raise ConfigError(
                 f"option {prefix + key!r} is {value!r}", remedy=f"use one of {', '.join(map(repr, CHOICES[key]))}"
             )
+        if key == "verify" and not isinstance(value, bool):
+            raise ConfigError(f"option {prefix + key!r} is {value!r}", remedy="use True or False")
         if key in ("rules", "disable"):
             if value is not None:
                 if isinstance(value, str) or not all(isinstance(v, str) for v in value):

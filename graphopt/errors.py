@@ -34,6 +34,13 @@ class RewriteError(GraphoptError):
     """A rule would have produced, or has produced, an invalid graph."""
 
 
+class RuleError(RewriteError):
+    """A registered rule's replacement has another shape or dtype than what it replaces.
+
+    Raised before the graph is changed, whatever `on_error` says: the rule is wrong everywhere.
+    """
+
+
 class VerifyError(GraphoptError):
     """A rewritten site differs from fp64 by more than its limit."""
 

@@ -5,17 +5,22 @@ A callable has one graph per frame, per graph break and per recompilation.  Its 
 
 from __future__ import annotations
 
+import difflib
 import json
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from graphopt import _compat
 from graphopt.errors import ConfigError, GraphoptError
-from graphopt.passes.record import Kernel, PassRecord, Reject, Site
+from graphopt.frames import Missed
+from graphopt.passes import user_rules
+from graphopt.passes.record import Kernel, NearMiss, PassRecord, Reject, Site
+from graphopt.schedule.costmodel import write_whole
 
 VERSION = 1
 
@@ -34,17 +39,65 @@ class GraphRecord:
     calls: int = 0
     notes: list[str] = field(default_factory=list)
 
+    def to_json(self) -> str:
+        """The record of this graph as JSON."""
+        return json.dumps({"version": VERSION, **asdict(self)})
+
     @property
     def sites(self) -> list[Site]:
         """Its sites, in graph order."""
         return [s for p in self.passes for s in p.sites]
 
 
+@dataclass(frozen=True)
+class Why:
+    """What became of one norm or one gated sum.
+
+    status: "rewritten", "declined" (a site that Inductor does faster), "refused" (a site that could not be replaced) or
+    "no site"; rule: which rule, where one matched; reason: why it was not rewritten.
+    """
+
+    fqn: str
+    kind: str
+    node: str
+    where: str | None
+    status: str
+    rule: str | None
+    reason: str | None
+
+    def __str__(self) -> str:
+        by = f" by {self.rule}" if self.rule and self.status == "rewritten" else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.fqn or '(root)'} ({self.where or self.node}) {self.kind}: {self.status}{by}{reason}"
+
+
+def _reasons(report: Report) -> Iterator[Why]:
+    """All a report knows of norms and gates, one record each; a norm covered by a gate's kernel is listed too."""
+    for p in (p for g in report.graphs for p in g.passes):
+        for s in p.sites:
+            yield Why(s.fqn, s.kind, s.node, s.where, s.status, s.rule, s.reason)
+        modulated = {s.fqn for s in p.sites if s.kind == "modulate"}
+        for s in p.sites:
+            for name in s.norms:
+                if name not in modulated:
+                    yield Why(name, "norm", s.node, s.where, s.status, s.rule, s.reason)
+        for r in p.rejects:
+            yield Why(r.fqn, "site", r.node, r.where, "refused", r.rule, r.reason)
+        known = {(r.fqn, r.node) for r in p.rejects}
+        for m in p.near_misses:
+            if (m.fqn, m.node) not in known:
+                yield Why(m.fqn, m.kind, m.node, m.where, "no site", None, m.reason)
+
+
 @dataclass
 class Report:
-    """Everything graphopt did to one compiled callable."""
+    """Everything graphopt did to one compiled callable.
+
+    `missed`: the frames of it that torch kept from the backend, as of the last `graphopt.check`.
+    """
 
     graphs: list[GraphRecord] = field(default_factory=list)
+    missed: list[Missed] = field(default_factory=list)
     codes: set[CodeType] = field(default_factory=set, repr=False)
 
     def add(self, record: GraphRecord) -> None:
@@ -64,6 +117,11 @@ class Report:
         return [r for g in self.graphs for p in g.passes for r in p.rejects]
 
     @property
+    def near_misses(self) -> list[NearMiss]:
+        """Norms that are not modulated and sums with a product that are no gate, with the reason of each."""
+        return [m for g in self.graphs for p in g.passes for m in p.near_misses]
+
+    @property
     def declined(self) -> list[Site]:
         """Sites left to Inductor because it is predicted to be faster there."""
         return [s for s in self.sites if s.status == "declined"]
@@ -74,13 +132,15 @@ class Report:
         return [k for g in self.graphs for p in g.passes for k in p.kernels]
 
     def count(self, kind: str, what: str = "matched", executed: bool = False) -> int:
-        """Number of sites of a kind ("modulate" or "gate").
+        """Number of sites of a kind: "modulate", "gate", or the name of a registered rule.
 
         what: "matched" counts rewritten and declined ones, "rewritten" and "declined" one of them.
         executed: count a graph's sites once per call of the graph instead of once.
         """
-        if kind not in ("modulate", "gate"):
-            raise ConfigError(f"unknown kind of site {kind!r}", remedy="use 'modulate' or 'gate'")
+        known = {"modulate", "gate", *(s.kind for s in self.sites), *(r.name for r in user_rules.registered())}
+        if kind not in known:
+            remedy = f"use one of {', '.join(map(repr, sorted(known)))}"
+            raise ConfigError(f"unknown kind of site {kind!r}", remedy=remedy)
         if what not in ("matched", "rewritten", "declined"):
             raise ConfigError(f"unknown count {what!r}", remedy="use 'matched', 'rewritten' or 'declined'")
         return sum(
@@ -88,9 +148,39 @@ class Report:
             for g in self.graphs for s in g.sites if s.kind == kind and what in ("matched", s.status)
         )
 
+    def why(self, fqn: str) -> list[Why]:
+        """What became of the norms and gated sums of one module (or, if it has none of its own, of those inside it).
+
+        fqn: qualified name of a module, such as "blocks.3.norm1"; "" is the root.
+        Returns one record per norm and gated sum, in graph order; `print(*report.why(..), sep="\\n")` reads well.
+        GraphoptError names the nearest known names when there is none.
+        """
+        known: dict[str, list[Why]] = {}
+        for record in _reasons(self):
+            known.setdefault(record.fqn, []).append(record)
+        inside = [r for name, records in known.items() if name.startswith(fqn + ".") or not fqn for r in records]
+        found = known.get(fqn) or inside
+        if not found:
+            close = difflib.get_close_matches(fqn, [n for n in known if n], n=5, cutoff=0.4)
+            raise GraphoptError(
+                f"no norm and no gated sum at {fqn!r}",
+                where=self.summary(),
+                remedy=f"did you mean {', '.join(map(repr, close))}?" if close else
+                f"known are {', '.join(map(repr, sorted(known)[:8]))}" if known else "no graph holds a norm or a gate",
+            )
+        return found
+
     def to_json(self, indent: int | None = 1) -> str:
         """The whole report as JSON: version, then graphs in the order they were compiled."""
-        return json.dumps({"version": VERSION, "graphs": [asdict(g) for g in self.graphs]}, indent=indent)
+        graphs, missed = [asdict(g) for g in self.graphs], [asdict(m) for m in self.missed]
+        return json.dumps({"version": VERSION, "graphs": graphs, "missed": missed}, indent=indent)
+
+    def to_html(self, path: str | Path, title: str = "graphopt report") -> Path:
+        """Write the report as one self-contained page.  (`graphopt.inspect(..).to_html` also shows the graphs.)"""
+        from graphopt.inspecting import page
+
+        write(path, page.render(self, title))
+        return Path(path)
 
     def summary(self) -> str:
         """One line."""
@@ -101,7 +191,7 @@ class Report:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        lines = [self.summary()]
+        lines = [self.summary(), *(f"not handed over  {m}" for m in self.missed)]
         for i, g in enumerate(self.graphs):
             before, after = (g.passes[0].nodes_before, g.passes[-1].nodes_after) if g.passes else (0, 0)
             lines.append(f"graph {i} [{g.compile_id}]  nodes {before} -> {after}  ran {g.calls} times")
@@ -185,6 +275,15 @@ def last_report() -> Report:
     if _last is None:
         raise GraphoptError("nothing has been compiled by graphopt in this process", remedy="run the model once first")
     return _last
+
+
+def write(path: str | Path, content: str) -> None:
+    """Write a text file whole or not at all; ConfigError if it cannot be written."""
+    try:
+        write_whole(path, content.encode())
+    except OSError as error:
+        raise ConfigError(f"the file cannot be written: {error.strerror or error}", where=str(path),
+                          remedy="choose a folder that exists and can be written") from error
 
 
 def describe(compiled: Any) -> str:

@@ -13,11 +13,19 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from graphopt.passes import ops_view
+
 _INPLACE_FUNCTIONS = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul", "setitem",
     "ilshift", "irshift", "delitem",
 }
-_CLOSES = {"_exit_autocast": "_enter_autocast"}
+# transforms of torch.func that Dynamo traces into the graph, by the call that opens them
+_TRANSFORMS = {
+    "_grad_increment_nesting": "torch.func.grad",
+    "_jvp_increment_nesting": "torch.func.jvp",
+    "_enter_dual_level": "forward-mode AD",
+    "_vmap_increment_nesting": "torch.func.vmap",
+}
 
 
 @dataclass
@@ -40,20 +48,28 @@ class Facts:
     writes: list[Write] = field(default_factory=list)
 
     def depends(self, node: object, on: Node) -> bool:
-        """Is `on` an ancestor of (or the same as) `node`?  Looks no further back than `on` stands in the order."""
+        """Do values of `on` reach `node` (or is it the same)?  Looks no further back than `on` stands in the order.
+
+        A size or a dtype taken from `on` is no value of it: `embedding.type_as(x)` does not depend on x.
+        """
         if not isinstance(node, Node):
             return False
         if node is on:
             return True
         first, seen, todo = self.index[on], {node}, [node]
         while todo:
-            for up in todo.pop().all_input_nodes:
+            for up in values_read(todo.pop()):
                 if up is on:
                     return True
                 if self.index[up] > first and up not in seen:
                     seen.add(up)
                     todo.append(up)
         return False
+
+    def transform(self, node: Node) -> str | None:
+        """The innermost transform of torch.func a node runs under, such as "torch.func.grad"."""
+        opened = (entry[0] for entry in reversed(self.region[node]) if isinstance(entry, tuple))
+        return next((_TRANSFORMS[name] for name in opened if name in _TRANSFORMS), None)
 
     def write_between(self, first: int, last: int, inputs: list[Node]) -> Node | None:
         """The first in-place write in [first, last] that may change one of the tensors, or None."""
@@ -67,6 +83,30 @@ class Facts:
             if write.storages is None or write.storages & storages:
                 return write.node
         return None
+
+
+    def argument_written_after(self, last: int, inputs: list[Node]) -> Node | None:
+        """The first in-place write after `last` into an argument of the graph that one of the tensors shares, or None.
+
+        A compiler makes other writes out of place; this one it copies back, over a value saved for the backward.
+        """
+        start = bisect_left(self.writes, last + 1, key=lambda w: w.index)
+        late = [w for w in self.writes[start:] if w.storages]
+        if not late:
+            return None
+        arguments = frozenset().union(*(storages_of(n) for n in self.graph.nodes if n.op == "placeholder"))
+        shared = arguments & frozenset().union(*(storages_of(n) for n in inputs))
+        return next((w.node for w in late if w.storages and w.storages & shared), None)
+
+
+def values_read(node: Node) -> list[Node]:
+    """The inputs whose values a node reads, as far as its kind tells."""
+    if node.op == "call_method" and node.target in ops_view.LIKE:
+        return [node.args[0]]  # type: ignore[list-item]
+    v = node.meta.get("example_value")
+    if isinstance(v, (int, torch.SymInt, torch.Size)) and not isinstance(v, bool):
+        return []
+    return node.all_input_nodes
 
 
 def storages_of(node: object) -> frozenset[int]:
@@ -120,10 +160,10 @@ def gather(gm: fx.GraphModule) -> Facts:
     for i, node in enumerate(gm.graph.nodes):
         facts.index[node] = i
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name.startswith("_enter_"):
+        if name.startswith("_enter_") or name in _TRANSFORMS:
             open_regions.append((name, node.name))
         facts.region[node] = (*open_regions, grad_mode)
-        if name in _CLOSES or name.startswith("_exit_"):
+        if name.startswith("_exit_") or name.endswith("_decrement_nesting"):
             if open_regions:
                 open_regions.pop()
         elif name == "_set_grad_enabled" or "inference_mode" in name:

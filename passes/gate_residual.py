@@ -1,37 +1,36 @@
 """F3: gate + residual alone, where no norm of this graph follows.
 
 before                                             after
-    h = residual + gate * branch     (any casts)       h = gate_residual(residual, branch, gate)[0]
+    h = residual + gate * branch     (any casts)       h = gate_residual(residual, branch, gate)[H]
 """
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from graphopt.codegen.operators import H
-from graphopt.passes import chain
+from graphopt.codegen.form import H
+from graphopt.passes import call, chain, questions
 from graphopt.passes.record import Kind
-from graphopt.passes.rewrite import Match, Replacement, Rule
+from graphopt.passes.rule import Match, Replacement, Rule
 
 PATTERN = chain.gated()
 
 
-def candidate(match: Match) -> bool:
-    """See chain.is_gated."""
-    return chain.is_gated(match)
+def candidate(match: Match) -> str | None:
+    """See questions.no_gate."""
+    return questions.no_gate(match)
 
 
 def check(match: Match) -> str | None:
     """A reason to leave the site alone, or None."""
-    return chain.dtype_reason(match, "residual", "branch", "gate") or chain.layout_reason(match.root)
+    return questions.dtype_reason(match, "residual", "branch", "gate") or questions.layout_reason(match.root)
 
 
 def replace(match: Match) -> Replacement:
-    """One operator call; its first result is h."""
-    inputs = chain.operands(x=match["residual"], branch=match["branch"], gate=match["gate"])
+    """One operator call; its result is h."""
     results = {match.root: H}
-    attributes = chain.attributes(match, norm="none", h=match.root, y=None)
-    return Replacement("gate_residual", inputs, attributes, results, chain.layouts(results))
+    inputs = call.operands(**call.front(match))
+    return Replacement("gate_residual", inputs, call.attributes(match, h=match.root), results, call.layouts(results))
 
 
 def sites(match: Match) -> list[tuple[Kind, Node]]:
@@ -39,4 +38,4 @@ def sites(match: Match) -> list[tuple[Kind, Node]]:
     return [("gate", match.root)]
 
 
-RULE = Rule("gate_residual", frozenset({"gate_residual"}), ("add",), PATTERN, candidate, check, replace, sites)
+RULE = Rule("gate_residual", PATTERN, frozenset({"gate_residual"}), candidate, check, replace, sites=sites)

@@ -12,7 +12,8 @@ A Dynamo graph calls `torch.add`, `operator.add`, `Tensor.add` or `aten.add.Tens
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,12 +30,15 @@ SPELLINGS: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
         (operator.mul, torch.mul, torch.multiply, aten.mul.Tensor, aten.mul.Scalar),
         ("mul", "multiply", "__mul__", "__rmul__"),
     ),
+    "addcmul": ((torch.addcmul, aten.addcmul.default), ("addcmul",)),  # a + value * b * c
     "div": ((operator.truediv, torch.div, torch.true_divide, aten.div.Tensor), ("div", "true_divide")),
     "layer_norm": ((F.layer_norm, torch.layer_norm, aten.layer_norm.default), ()),
     "rms_norm": ((F.rms_norm, torch.rms_norm, aten.rms_norm.default), ()),
     "tanh": ((torch.tanh, aten.tanh.default), ("tanh",)),
     "rsqrt": ((torch.rsqrt, aten.rsqrt.default), ("rsqrt",)),
+    "sqrt": ((torch.sqrt, aten.sqrt.default), ("sqrt",)),
     "mean": ((torch.mean, aten.mean.dim), ("mean",)),
+    "var": ((torch.var, aten.var.correction), ("var",)),
     "pow": ((operator.pow, torch.pow, aten.pow.Tensor_Scalar), ("pow", "__pow__")),
     "square": ((torch.square, aten.square.default), ("square",)),
     "cast": (
@@ -47,6 +51,7 @@ SPELLINGS: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
     "flatten": ((torch.flatten, aten.flatten.using_ints), ("flatten",)),
     "unflatten": ((torch.unflatten, aten.unflatten.int), ("unflatten",)),
     "expand": ((aten.expand.default,), ("expand", "expand_as")),
+    "repeat": ((torch.repeat_interleave, aten.repeat.default), ("repeat", "repeat_interleave")),
     "chunk": ((torch.chunk, aten.chunk.default), ("chunk",)),
     "split": ((torch.split, torch.functional.split), ("split",)),
     "unbind": ((torch.unbind, aten.unbind.int), ("unbind",)),
@@ -55,13 +60,26 @@ SPELLINGS: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
     "setitem": ((operator.setitem,), ("__setitem__",)),
 }
 
+# in-place spelling -> the same out of place; canonical.py puts them in where nobody can observe the difference
+IN_PLACE: dict[Callable[..., Any] | str, Callable[..., Any]] = {
+    operator.iadd: torch.add, "add_": torch.add, "__iadd__": torch.add, aten.add_.Tensor: torch.add,
+    operator.isub: torch.sub, "sub_": torch.sub,
+    operator.imul: torch.mul, "mul_": torch.mul, "__imul__": torch.mul, aten.mul_.Tensor: torch.mul,
+    operator.itruediv: torch.div, "div_": torch.div,
+    "addcmul_": torch.addcmul, "tanh_": torch.tanh, torch.tanh_: torch.tanh, "rsqrt_": torch.rsqrt,
+}
+
 FUNCTION_NAMES = {fn: name for name, (functions, _) in SPELLINGS.items() for fn in functions}
 METHOD_NAMES = {method: name for name, (_, methods) in SPELLINGS.items() for method in methods}
 
 # views of a broadcast factor that commute with `1 +`: they move or repeat elements, and never mix or drop values
 VIEWS = frozenset({"unsqueeze", "squeeze", "view", "flatten", "unflatten", "expand", "index"})
+# ops of one value per element, which Inductor joins with what reads them
+ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "addcmul", "tanh", "pow", "square", "sqrt", "rsqrt"})
+# methods whose second operand lends its dtype or its shape, and no values
+LIKE = frozenset({"type_as", "view_as", "expand_as", "reshape_as"})
 # where a piece of a modulation vector comes from
-PIECES = frozenset({"chunk", "split", "unbind", "pick"})
+PIECES = frozenset({"chunk", "split", "unbind", "pick", "repeat"})
 
 _CAST_METHODS = {"float", "half", "bfloat16", "double", "type_as"}
 
@@ -74,8 +92,31 @@ def value(node: object) -> torch.Tensor | None:
     return v if isinstance(v, torch.Tensor) else None
 
 
+_known: dict[Node, str] | None = None
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Names asked for inside are kept: the graph must not change meanwhile."""
+    global _known
+    outer, _known = _known, {} if _known is None else _known
+    try:
+        yield
+    finally:
+        _known = outer
+
+
 def canonical(node: Node) -> str:
     """The name of what a node computes; "" for anything `SPELLINGS` does not list."""
+    if _known is None:
+        return _canonical(node)
+    name = _known.get(node)
+    if name is None:
+        name = _known[node] = _canonical(node)
+    return name
+
+
+def _canonical(node: Node) -> str:
     if node.op == "call_function":
         name = FUNCTION_NAMES.get(node.target, "")  # type: ignore[arg-type]
     elif node.op == "call_method":
@@ -112,8 +153,9 @@ def operands(node: Node) -> tuple[Any, Any]:
 
 
 def has_alpha(node: Node) -> bool:
-    """Does an addition scale its second operand (`alpha`) or write somewhere (`out`)?"""
-    return node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("out") is not None
+    """Does a sum scale an operand (`alpha`, `value`), or write somewhere (`out`)?"""
+    scaled = node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("value", 1) != 1
+    return scaled or node.kwargs.get("out") is not None
 
 
 def dtype_of(node: object) -> torch.dtype | None:
@@ -125,6 +167,13 @@ def dtype_of(node: object) -> torch.dtype | None:
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
     """Does a cast keep every value?"""
     return torch.promote_types(source, target) == target
+
+
+def detaches(node: Node) -> bool:
+    """Does a node stop gradients?  A cast, a view or `1 + s` made under no_grad does: it cannot be looked through."""
+    v = value(node)
+    before = [value(n) for n in node.all_input_nodes]
+    return v is not None and not v.requires_grad and any(b is not None and b.requires_grad for b in before)
 
 
 def same_size(a: Any, b: Any) -> bool:

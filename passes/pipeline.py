@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import fx
 
 from graphopt.errors import PassOrderError
 from graphopt.passes.record import PassRecord
-from graphopt.passes.rewrite import Rule
+from graphopt.passes.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class PassContext:
     """What passes may depend on beside the graph.
 
     `target` compiles for a GPU that need not be here ("sm90"); None takes the device of the example values.
+    `inputs` are the graph's real inputs when sites are to be verified with them, else None.
     """
 
     rules: tuple[Rule, ...]
@@ -31,6 +32,7 @@ class PassContext:
     numerics: str = "fp32"
     on_error: str = "fallback"
     target: str | None = None
+    inputs: list[Any] | None = field(default=None, compare=False)
     warn: Callable[[str], None] = field(default=lambda message: None, compare=False)
 
 
@@ -70,8 +72,13 @@ def check_order(passes: Sequence[Pass]) -> None:
         seen.append(p.name)
 
 
-def run(gm: fx.GraphModule, passes: Iterable[Pass], context: PassContext) -> list[PassRecord]:
-    """Run the passes on one graph, in order, timed."""
+def run(
+    gm: fx.GraphModule,
+    passes: Iterable[Pass],
+    context: PassContext,
+    observe: Callable[[str, fx.GraphModule], None] | None = None,
+) -> list[PassRecord]:
+    """Run the passes on one graph, in order, timed.  `observe` is shown the graph after each pass, by its name."""
     order = list(passes)
     check_order(order)
     records = []
@@ -80,6 +87,8 @@ def run(gm: fx.GraphModule, passes: Iterable[Pass], context: PassContext) -> lis
         record = p.run(gm, context)
         record.milliseconds = 1e3 * (time.perf_counter() - start)
         records.append(record)
+        if observe is not None:
+            observe(p.name, gm)
     return records
 
 

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)')
+_STATE = re.compile(r"^l_self_(?:dict_)?(?P<path>.*?)_?(?:parameters|buffers)_(?P<name>\w+?)_?\d*$")
 _MODULES = re.compile(r"(?:\.__dict__)?(?:\.|\[['\"])_modules(?:['\"]\])?\[?")
 
 
@@ -47,3 +48,15 @@ def where(node: Node) -> str | None:
         if found and not found["file"].startswith(_TORCH):
             return f"{found['file']}:{found['line']}"
     return None
+
+
+def named(node: Node) -> str:
+    """What a user calls a node: the qualified name of a parameter or buffer, else the node's own name.
+
+    Dynamo's placeholders of parameters are called `l_self_modules_blocks_modules_0_modules_norm1_parameters_weight_`.
+    """
+    found = _STATE.match(node.name) if node.op == "placeholder" else None
+    if not found:
+        return node.name
+    path = [part for part in re.split(r"(?:^|_)modules_", found["path"]) if part]
+    return ".".join([*path, found["name"]])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +47,8 @@ class Runs:
 
     Args:
         rows: one dict per shape: B, T, H, W, L, S, status ("ok", "oom", "skipped"), and for "ok": seconds (median over
-            repeats of the slowest rank), times (all repeats), bytes (peak, largest over ranks; None on CPU).
+            repeats of the slowest rank), times (all repeats), spread (standard error of the median over it), bytes
+            (peak, largest over ranks; None on CPU).
         key: settings the times hold for; a resumed file must have the same.
         complete: False where the time budget ended the sweep.
     """
@@ -95,6 +97,8 @@ def shape_benchmark(
     budget_s: float = 300,
     warmup: int = 2,
     repeats: int = 5,
+    most_repeats: int = 20,
+    spread: float = 0.01,
     device: str | torch.device | None = None,
     path: str | Path | None = None,
     key: dict[str, Any] | None = None,
@@ -110,6 +114,8 @@ def shape_benchmark(
             fit.
         budget_s: no shape is started after this many seconds.
         warmup, repeats: calls not timed (compilation, autotuning), and timed.
+        most_repeats, spread: a shape is timed on, up to `most_repeats` calls, until the standard error of its median is
+            below this fraction of it: short eager steps wait for the host and vary by a third.
         device: where step_fn runs; CUDA if there is one.
         path: JSON file, written after every shape; measured shapes in it are not measured again.
         key: settings the times hold for (model, remat, dtype); torch, device and world size are added.
@@ -123,10 +129,12 @@ def shape_benchmark(
     Raises:
         ConfigError: a results file with other settings. Errors of step_fn other than out-of-memory pass through.
     """
-    if repeats < 1 or warmup < 0 or not budget_s > 0:
+    if repeats < 1 or warmup < 0 or not budget_s > 0 or not spread > 0:
         raise ConfigError(
-            f"repeats = {repeats}, warmup = {warmup}, budget_s = {budget_s}: need at least 1, 0 and more than 0"
+            f"repeats = {repeats}, warmup = {warmup}, budget_s = {budget_s}, spread = {spread}: need at least 1, 0 and "
+            "more than 0"
         )
+    calls = Calls(warmup, repeats, max(repeats, most_repeats), spread)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     together = dist.is_available() and dist.is_initialized()
     first = not together or dist.get_rank() == 0
@@ -164,7 +172,7 @@ def shape_benchmark(
             row |= (
                 {"status": "skipped", "seconds": None}
                 if smaller
-                else _measure(step_fn, shape, warmup, repeats, place, together, reset)
+                else _measure(step_fn, shape, calls, place, together, reset)
             )
             runs.rows.append(row)
             if path and first:
@@ -220,11 +228,27 @@ def _out_of_memory(e: BaseException) -> bool:
     )
 
 
+class Calls(NamedTuple):
+    """How often a shape is run: untimed calls, timed calls at least and at most, and the spread to stop at."""
+
+    warmup: int
+    least: int
+    most: int
+    spread: float
+
+
+def standard_error(times: list[float]) -> float:
+    """Relative standard error of the median, from the middle half of the times (1.35 sigma wide, if normal)."""
+    if len(times) < 2:
+        return math.inf
+    low, middle, high = statistics.quantiles(times, n=4)
+    return 1.2533 * (high - low) / 1.349 / math.sqrt(len(times)) / middle
+
+
 def _measure(
     step_fn: Callable[[Shape], Any],
     shape: Shape,
-    warmup: int,
-    repeats: int,
+    calls: Calls,
     place: torch.device,
     together: bool,
     reset: Callable[[], Any] | None,
@@ -233,7 +257,10 @@ def _measure(
     times: list[float] = []
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats(place)
-    for i in range(warmup + repeats):
+    for i in range(calls.warmup + calls.most):
+        # Every rank holds the same times, so all stop at the same call.
+        if len(times) >= calls.least and standard_error(times) < calls.spread:
+            break
         _synchronize(place)
         if together:
             dist.barrier()
@@ -256,12 +283,19 @@ def _measure(
                 torch.cuda.empty_cache()
             return {"status": "oom", "seconds": None}
         slowest = _largest(seconds, place, together)
-        if i >= warmup:
+        if i >= calls.warmup:
             times.append(slowest)
     peak = None
     if place.type == "cuda":
         peak = int(_largest(float(torch.cuda.max_memory_allocated(place)), place, together))
-    return {"status": "ok", "seconds": statistics.median(times), "times": times, "bytes": peak}
+    error = standard_error(times)
+    return {
+        "status": "ok",
+        "seconds": statistics.median(times),
+        "times": times,
+        "spread": error if math.isfinite(error) else None,
+        "bytes": peak,
+    }
 
 
 def largest_batch(
@@ -282,7 +316,8 @@ def largest_batch(
     together = dist.is_available() and dist.is_initialized()
 
     def fits(b: int) -> bool:
-        return _measure(step_fn, Shape(*shape)._replace(B=b), 0, 1, place, together, reset)["status"] == "ok"
+        one = Calls(0, 1, 1, 1.0)
+        return _measure(step_fn, Shape(*shape)._replace(B=b), one, place, together, reset)["status"] == "ok"
 
     low, high = 0, 1
     while high <= most and fits(high):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pyarrow as pa
 from graphopt.schedule.costmodel import CostFit
 from graphopt.schedule.plan import PART, SCHEMA_VERSION, STEPS, Plan, PlanWriter
 from graphopt.schedule.problem import OVER_MEMORY, Leftover, Problem, Window
+from graphopt.schedule.worst_first import worst_first
 
 
 def collect(
@@ -28,21 +29,23 @@ def collect(
     progress: Callable[[int, int], None] | None,
 ) -> Plan:
     """Turn windows into parts, in memory or on disk, and describe them."""
-    parts: list[pa.Table] = []
-    tables: list[pa.Table] = []
-    digest = hashlib.sha256()
+    parts: dict[int, pa.Table] = {}
+    tables: dict[int, pa.Table] = {}
+    digests: dict[int, bytes] = {}
     writer = None if out is None else PlanWriter(out, overwrite=overwrite)
     totals = {"microbatches": 0, "samples": 0, "tokens": 0, "over_memory": 0}
     used: set[tuple[int, int]] = set()
     try:
         if writer:
             writer.__enter__()
-        for window in windows:
-            part, step_table = _tables(p, fit, window)
+        done = 0
+        for i, window in _ordered(p, fit, more, windows):
+            part, tables[i] = _tables(p, fit, window)
+            digest = hashlib.sha256()
             for name in ("step", "rank", "shape", "batch", "flags"):
                 digest.update(np.ascontiguousarray(part.column(name).to_numpy()).tobytes())
             digest.update(window.rows.astype("<u4").tobytes())
-            tables.append(step_table)
+            digests[i] = digest.digest()
             totals["microbatches"] += len(window)
             totals["samples"] += len(window.rows)
             totals["tokens"] += int(np.sum(part.column("tokens").to_numpy()))
@@ -53,26 +56,41 @@ def collect(
                 )
             )
             if writer:
-                writer.add(part)
+                writer.add(part, i)
             else:
-                parts.append(part)
+                parts[i] = part
+            done += int(window.step[-1]) + 1 - int(window.step[0])
             if progress:
-                progress(int(window.step[-1]) + 1, steps)
-        step_table = pa.concat_tables(tables)
-        manifest = _manifest(p, fit, more, left, steps, totals, len(used), step_table, digest.hexdigest())
+                progress(done, steps)
+        step_table = pa.concat_tables([tables[i] for i in sorted(tables)])
+        content = hashlib.sha256(b"".join(digests[i] for i in sorted(digests))).hexdigest()
+        manifest = _manifest(p, fit, more, left, steps, totals, len(used), step_table, content)
         if writer:
             manifest = writer.finish(manifest, step_table)
     finally:
         if writer:
             writer.__exit__()
-    return Plan(manifest, parts, step_table) if out is None else Plan.load(out)
+    return Plan(manifest, [parts[i] for i in sorted(parts)], step_table) if out is None else Plan.load(out)
+
+
+def _ordered(p: Problem, fit: CostFit, more: dict[str, Any], windows: Any) -> Iterator[tuple[int, Window]]:
+    """Numbered windows, the largest microbatch of the whole plan moved into the first step."""
+    if more["carried_in"] and more["policy"] != "step_balanced":
+        return enumerate(windows)  # there, what an earlier epoch owes comes first
+
+    def memory(w: Window) -> np.ndarray:
+        if fit.memory is not None:
+            return fit.memory.bytes(p.samples.shapes, w.shape, w.size)
+        return w.size * p.tokens[w.shape]
+
+    return worst_first(windows, memory, together=p.slots)
 
 
 def _tables(p: Problem, fit: CostFit, w: Window) -> tuple[pa.Table, pa.Table]:
     """A window as Arrow tables: microbatches, and one row per step."""
     size = w.size
     tokens = size * p.tokens[w.shape]
-    cost = p.fixed[w.shape] + size * p.each[w.shape]
+    cost = p.cost(w.shape, size)
     first = np.flatnonzero(np.r_[True, w.k[1:] == 0])
     count = np.diff(np.r_[first, len(w)])
     peak = None if fit.memory is None else fit.memory.bytes(p.samples.shapes, w.shape, size)
@@ -166,6 +184,7 @@ def _manifest(
             "memory_bytes": more["memory_bytes"],
             "tau": more["tau"],
             "step_cost_s": p.step_cost,
+            "buckets": None if more["buckets"] is None else more["buckets"].tolist(),
             "allowed_b": None if p.allowed is None else list(p.allowed),
         },
         "cost_model": model,
@@ -174,6 +193,7 @@ def _manifest(
         "dropped": left.dropped.tolist(),
         "carried": left.carried.tolist(),
         "repeated": left.repeated.tolist(),
+        "left_shapes": {k: p.samples.shape_id[getattr(left, k)].tolist() for k in ("dropped", "carried")},
         "carried_in": more["carried_in"],
         "warnings": more["warnings"],
         "totals": {**totals, "shape_batch_pairs": graphs},

@@ -234,6 +234,7 @@ def _count(
     table, assumed = _symbols(model, seen, places)
     multiples: dict[str, int] = {}
     flops, attention, traffic = [], [], []
+    launches = 0
     for graph in (seen["forward"].graph, seen["backward"].graph):
         total: Any = 0
         for n in graph.nodes:
@@ -255,7 +256,9 @@ def _count(
                     where=inside[-1] if inside else n.name,
                     remedy="give one: trace_cost(..., formulas={op: lambda *args, out_val, **kw: flops})",
                 )
-            traffic += _moved(n)
+            moved = _moved(n)
+            traffic += moved
+            launches += bool(moved)
         flops.append(total)
     saved = _saved(seen["forward"].graph, seen["outputs"])
     raw = {
@@ -273,6 +276,7 @@ def _count(
     return SymbolicCost(
         tuple(places),
         **clean,
+        launches=sympy.Integer(launches),
         parameter_bytes=sympy.Integer(sum(parameters.values())),
         valid_for={k: v for k, v in sorted(multiples.items()) if v > 1},
         assumed=assumed,

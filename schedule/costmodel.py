@@ -1,6 +1,7 @@
 """Seconds and bytes of a microbatch as functions of its shape: what the planner plans with.
 
-Every form is affine in B: time = fixed(shape) + B * each(shape).  Forms:
+Every form is affine in B: time = max(floor, fixed(shape) + B * each(shape)).  The floor is what launching the kernels
+takes: below it the host is the bottleneck, whatever the shape.  Forms:
 
 - `two_term` (default): a + b * B * S + c * B * S^2
 - `power_law` (AdaptiveLoad): a + b * B * S^p
@@ -67,6 +68,7 @@ class CostFit:
         intervals: 95 % confidence interval of each coefficient.
         p, m_comp: exponent of the power law, and B * S^p that costs as much as the costliest measured sample.
         step_overhead_s: seconds an optimizer step costs beside its microbatches.
+        floor_s: seconds no microbatch undercuts (0: no such floor was seen).
         memory: fitted peak bytes, or None.
         key: settings the model holds for (model, remat, dtype, GPU); a plan carries them.
     """
@@ -83,6 +85,7 @@ class CostFit:
     p: float = 2.0
     m_comp: float | None = None
     step_overhead_s: float = 0.0
+    floor_s: float = 0.0
     memory: MemoryModel | None = None
     key: dict[str, Any] = field(default_factory=dict)
 
@@ -114,7 +117,7 @@ class CostFit:
         )
 
     def affine(self, shapes: ShapeTable) -> tuple[np.ndarray, np.ndarray]:
-        """(fixed, each): seconds per microbatch and per sample, float64 [shapes].
+        """(fixed, each): seconds per microbatch and per sample above the floor, float64 [shapes].
 
         Raises:
             ConfigError: a shape would cost nothing or less than nothing.
@@ -156,7 +159,7 @@ class CostFit:
     def seconds(self, shapes: ShapeTable, shape: np.ndarray, batch: np.ndarray) -> np.ndarray:
         """Predicted seconds of microbatches, float64 [microbatches]."""
         fixed, each = self.affine(shapes)
-        return fixed[shape] + batch * each[shape]
+        return np.maximum(self.floor_s, fixed[shape] + batch * each[shape])
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for a file or a plan's manifest."""
@@ -191,6 +194,7 @@ class CostFit:
     def describe(self) -> str:
         """One line: form, coefficients, quality, origin."""
         numbers = ", ".join(f"{k} = {v:.4g}" for k, v in self.coefficients.items())
+        numbers += f", floor {self.floor_s:.4g} s" if self.floor_s else ""
         quality = (
             "not measured"
             if self.r2 is None

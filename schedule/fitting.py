@@ -40,6 +40,9 @@ def fit_cost(
         max_error: largest relative error of the mean allowed before the fit is refused.
         refuse: raise on a bad fit (False returns it, to look at its plot).
 
+    Where the smallest shapes take equal time although their work differs, launching kernels is what takes it: the fit
+    then is max(floor, form), if that explains the runs clearly better (Akaike), and never for "power_law".
+
     Returns:
         The fit, with R2, mean and largest relative error, the error of each shape and 95 % intervals; `.p` and
         `.m_comp` come from the power law fitted to the same runs, whatever the form.
@@ -68,6 +71,7 @@ def fit_cost(
         "memory": fit_memory(runs) if peak is not None else None,
     }
     terms: list[str] = []
+    floor, above = 0.0, np.ones(len(seconds), bool)
     if form == "power_law":
         coefficients = {"a": a, "b": b, "p": p}
         predicted = a + b * batch * tokens**p
@@ -79,12 +83,10 @@ def fit_cost(
             terms, columns = _symbolic_terms(cost, table, batch)
             names = [f"theta_{i}" for i in range(len(terms))]
         jacobian = np.stack([np.ones_like(tokens), *columns], 1)
-        # Non-negative: a negative second would make some unseen shape free.
-        scale = np.abs(jacobian / seconds[:, None]).max(0)
-        solution, _ = scipy.optimize.nnls(jacobian / seconds[:, None] / scale, np.ones(len(seconds)))
-        solution /= scale
+        solution, floor = _with_floor(jacobian, seconds, np.argsort(batch * tokens, kind="stable"))
         coefficients = dict(zip(["a", *names], solution.tolist()))
-        predicted = jacobian @ solution
+        predicted = np.maximum(floor, jacobian @ solution)
+        above = predicted > floor
     error = predicted / seconds - 1
     r2 = 1 - float(((predicted - seconds) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
     fit = CostFit(
@@ -98,7 +100,8 @@ def fit_cost(
             {"B": int(n), "S": int(s), "seconds": float(t), "error": float(e)}
             for n, s, t, e in zip(batch, tokens, seconds, error)
         ],
-        intervals=_intervals(coefficients, jacobian / seconds[:, None], error),
+        intervals=_intervals(coefficients, (jacobian / seconds[:, None])[above], error[above]),
+        floor_s=floor,
         **common,
     )
     if refuse and fit.mape is not None and fit.mape > max_error:
@@ -130,6 +133,42 @@ def _arrays(runs: Any) -> tuple[ShapeTable, np.ndarray, np.ndarray, np.ndarray |
     )
     peak = np.array([r["bytes"] for r in rows], float) if all(r.get("bytes") for r in rows) else None
     return table, np.array([r["B"] for r in rows], float), np.array([r["seconds"] for r in rows], float), peak, key
+
+
+def _relative_nnls(jacobian: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Least squares on relative residuals; non-negative, since a negative second would make some unseen shape free."""
+    relative = jacobian / seconds[:, None]
+    scale = np.abs(relative).max(0)
+    scale[scale == 0] = 1
+    solution, _ = scipy.optimize.nnls(relative / scale, np.ones(len(seconds)))
+    return solution / scale
+
+
+def _with_floor(jacobian: np.ndarray, seconds: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, float]:
+    """(coefficients, floor in seconds): the smallest shapes on the floor, the others by least squares.
+
+    Args:
+        jacobian: [runs, coefficients]. order: runs from small to large.
+    """
+
+    def misfit(solution: np.ndarray, floor: float) -> float:
+        return float(np.mean(np.abs(np.maximum(floor, jacobian @ solution) / seconds - 1)))
+
+    n = len(seconds)
+    best: tuple[np.ndarray, float] = (_relative_nnls(jacobian, seconds), 0.0)
+    candidate, lowest = best, np.inf
+    plain = misfit(*best)
+    if plain < 0.01:  # within one per cent there is nothing to explain
+        return best
+    for k in range(2, n - jacobian.shape[1] - 1):
+        small, rest = order[:k], order[k:]
+        found = _relative_nnls(jacobian[rest], seconds[rest]), float(1 / np.mean(1 / seconds[small]))
+        if misfit(*found) < lowest:
+            lowest, candidate = misfit(*found), found
+    # One more parameter has to pay for itself, and more: Akaike's difference above 4.
+    if lowest < np.inf and 2 * n * np.log(plain / lowest) - 2 > 4:
+        best = candidate
+    return best
 
 
 def _power_law(batch: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:

@@ -33,6 +33,7 @@ class Hardware:
         bandwidth: bytes/s of a device copy, read and written.
         memory: bytes of device memory.
         fused_traffic: share of the unfused bytes that a compiler's fusions leave.
+        launch_s: host seconds per traced op, eager and compiled: what a step of tiny shapes lasts.
         origin: "measured" or "data sheet", with the place.
     """
 
@@ -42,6 +43,7 @@ class Hardware:
     bandwidth: float
     memory: float
     fused_traffic: float
+    launch_s: dict[str, float]
     origin: str
 
 
@@ -58,7 +60,9 @@ def analytic_fit(
     gpu: Hardware,
     *,
     remat: str = "full",
+    compiled: bool = True,
     data_parallel: int = 1,
+    sharded: bool = False,
     fixed_s: float = 0.0,
     step_overhead_s: float = 0.0,
 ) -> CostFit:
@@ -67,8 +71,10 @@ def analytic_fit(
     Args:
         model: traced cost in B, T, H, W (token grid) and L.
         remat: "full" (each layer's forward runs twice, only layer boundaries are kept) or "none".
+        compiled: Inductor (or graphopt) fuses elementwise work; eager moves every byte and launches every op.
         data_parallel: ranks that share the optimizer state (12 bytes per parameter over this many; bf16 weights and
             gradients whole on each rank, as FSDP2 keeps them between microbatches).
+        sharded: parameters and gradients are spread over the ranks as well and gathered a layer at a time (ZeRO-3).
         fixed_s, step_overhead_s: seconds per microbatch and per step beside the model's work.
 
     Returns:
@@ -84,7 +90,10 @@ def analytic_fit(
     attention = total.attention_flops + (again.attention_flops * forward_attention if again else 0)
     flops = total.flops + (again.flops_forward if again else 0)
     # A third of the traffic is the forward's.
-    traffic = (total.traffic + (again.traffic / 3 if again else 0)) * sympy.Float(gpu.fused_traffic)
+    traffic = total.traffic + (again.traffic / 3 if again else 0)
+    if compiled:
+        traffic = traffic * sympy.Float(gpu.fused_traffic)
+    launches = float(total.launches + (again.launches / 3 if again else 0))
     terms = [sympy.expand(flops - attention), sympy.expand(attention), sympy.expand(traffic)]
     coefficients = {
         "a": fixed_s,
@@ -92,13 +101,17 @@ def analytic_fit(
         "theta_1": 1 / gpu.attention_flops,
         "theta_2": 1 / gpu.bandwidth,
     }
-    memory = _memory(model, remat, data_parallel)
-    key = {"model": model.name, "gpu": gpu.name, "gpu_figures": gpu.origin, "remat": remat}
+    memory = _memory(model, remat, data_parallel, sharded)
+    key = {
+        "model": model.name, "gpu": gpu.name, "gpu_figures": gpu.origin, "remat": remat, "compiled": compiled,
+        "sharded": sharded,
+    }  # fmt: skip
     draft = CostFit(
         "symbolic",
         coefficients,
         [str(t) for t in terms],
         source="symbolic",
+        floor_s=launches * gpu.launch_s["compiled" if compiled else "eager"],
         memory=memory,
         key=key,
         step_overhead_s=step_overhead_s,
@@ -109,10 +122,12 @@ def analytic_fit(
     return CostFit(**{**draft.__dict__, "p": p, "m_comp": float(tokens[-1]) ** p})
 
 
-def _memory(model: ModelCost, remat: str, data_parallel: int) -> MemoryModel:
+def _memory(model: ModelCost, remat: str, data_parallel: int, sharded: bool) -> MemoryModel:
     """m0 + m1 * B * S + m2 * B * L: state, kept activations, and one layer in flight."""
     parameters = float(model.total.parameter_bytes) / 2
     m0 = parameters * (2 + 2 + 12 / data_parallel)
+    if sharded:  # two layers are whole at a time: the one at work and the one being gathered
+        m0 = parameters * 16 / data_parallel + 2 * 2 * float(model.layer.parameter_bytes)
     if remat == "full":
         kept = model.rest.saved_bytes + model.layer.saved_bytes
         boundary = 2 * model.width * model.layers

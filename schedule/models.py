@@ -10,23 +10,14 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from graphopt.errors import ConfigError
+from graphopt.schedule.builtin import BUILTIN, Latent, Shape
 from graphopt.schedule.costmodel import write_json
 from graphopt.schedule.symbolic import SymbolicCost
 
 FILE = Path(__file__).parent / "data" / "costs.json"
 
-WAN = {
-    "num_attention_heads": 40,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 13824,
-}
 VIDEO_DIMS = {
     "B": ("hidden_states", 0),
     "T": ("hidden_states", 2),
@@ -36,26 +27,8 @@ VIDEO_DIMS = {
 }
 
 
-@dataclass(frozen=True)
-class Builtin:
-    """How to build a model with any number of layers, and its inputs.
-
-    Args:
-        cls: name of the diffusers class. config: its arguments. layers: the real number of layers.
-        width: channels of a token, what a layer boundary stores. patch: patch size in (frames, height, width).
-    """
-
-    cls: str
-    config: dict[str, Any]
-    layers: int
-    width: int
-    patch: tuple[int, int, int] = (1, 2, 2)
-
-
-BUILTIN = {
-    "wan-1.3b": Builtin("WanTransformer3DModel", {**WAN, "num_attention_heads": 12, "ffn_dim": 8960}, 30, 1536),
-    "wan-14b": Builtin("WanTransformer3DModel", WAN, 40, 5120),
-}
+# the built-in models whose costs are traced
+TRACED = ("wan-1.3b", "wan-14b")
 
 
 @dataclass(frozen=True)
@@ -92,7 +65,6 @@ def model_cost(name: str) -> ModelCost:
 
 def trace_builtin(name: str) -> ModelCost:
     """Trace a built-in model at its real width with one and with two layers; their difference is a layer."""
-    import diffusers
     import torch
 
     from graphopt.schedule.cost import trace_cost
@@ -101,13 +73,10 @@ def trace_builtin(name: str) -> ModelCost:
     costs = []
     for layers in (1, 2):
         with torch.device("meta"):
-            model = getattr(diffusers, b.cls)(**b.config, num_layers=layers).to(torch.bfloat16)
+            model = b.build(num_layers=layers).to(torch.bfloat16)
         model = model.to_empty(device="cpu").requires_grad_(True)  # memory that is never touched costs nothing
-        inputs = {
-            "hidden_states": torch.zeros(2, b.config["in_channels"], 3, 8, 12, dtype=torch.bfloat16),
-            "timestep": torch.zeros(2, dtype=torch.int64),
-            "encoder_hidden_states": torch.zeros(2, 7, b.config["text_dim"], dtype=torch.bfloat16),
-        }
+        made = b.inputs(b, Shape(2, 9, 64, 96, 7), Latent(b.config["in_channels"], 3, 8, 12))
+        inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in made.items()}
         costs.append(trace_cost(model, inputs, VIDEO_DIMS))
     layer = costs[1] - costs[0]
     tokens = {d: f"{p}*{d}" for d, p in zip("THW", b.patch) if p > 1}
@@ -120,7 +89,7 @@ def main(names: list[str]) -> None:
     import torch
 
     stored = json.loads(FILE.read_text()) if FILE.exists() else {"models": {}}
-    for name in names or BUILTIN:
+    for name in names or TRACED:
         cost = trace_builtin(name)
         stored["models"][name] = {
             "rest": cost.rest.to_json(),

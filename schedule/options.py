@@ -47,6 +47,9 @@ def cost(
     ranks: int,
     m_mem: float | None,
     memory_gib: float | None,
+    *,
+    compiled: bool = True,
+    sharded: bool = False,
 ) -> tuple[CostFit, float | None]:
     """(cost model, memory limit in bytes)."""
     limit = None if memory_gib is None else memory_gib * 2**30
@@ -57,7 +60,9 @@ def cost(
     if fit_file is not None:
         return CostFit.load(fit_file), limit
     device = hardware(gpu)
-    model_fit = analytic_fit(model_cost(str(model)), device, remat=remat, data_parallel=ranks)
+    model_fit = analytic_fit(
+        model_cost(str(model)), device, remat=remat, data_parallel=ranks, compiled=compiled, sharded=sharded
+    )
     # A tenth is left for fragmentation and what the trace does not see.
     return model_fit, limit if limit is not None or m_mem is not None else 0.9 * device.memory
 

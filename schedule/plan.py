@@ -306,9 +306,9 @@ class PlanWriter:
         )
         self.digests[name] = hashlib.sha256((self.temporary / name).read_bytes()).hexdigest()
 
-    def add(self, part: pa.Table) -> None:
-        """Append microbatches (schema `PART`)."""
-        self._write(f"part-{len(self.digests):05d}.parquet", part)
+    def add(self, part: pa.Table, number: int | None = None) -> None:
+        """Write microbatches (schema `PART`): part `number` of the plan, the next one by default."""
+        self._write(f"part-{len(self.digests) if number is None else number:05d}.parquet", part)
 
     def finish(self, manifest: dict[str, Any], step_table: pa.Table) -> dict[str, Any]:
         """Write the step table and the manifest, and rename the folder into place.  Returns the manifest with the

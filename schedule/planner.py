@@ -164,12 +164,13 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         raise PlanInfeasible("there are no samples to plan", where=samples.where, remedy="the epoch is finished")
     each = each / (sp * o["sp_efficiency"])
     target = None if m_comp is None else buckets.compute_target(shapes.tokens, m_comp * sp, fit.p)
-    costliest = float((fixed + each)[np.unique(samples.shape_id[order])].max())
+    costliest = max(fit.floor_s, float((fixed + each)[np.unique(samples.shape_id[order])].max()))
     problem = Problem(
         samples,
         order,
         fixed,
         each,
+        fit.floor_s,
         cap,
         target if o["policy"] == "step_balanced" else None,
         allowed,
@@ -181,6 +182,7 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         o["tail"],
         o["seed"],
         o["epoch"],
+        _advice(fit, o),
     )
     warnings = []
     if o["policy"] == "step_balanced" and not slots_mode and o["tau"] < 1.3:
@@ -204,10 +206,21 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         "sp_efficiency": o["sp_efficiency"],
         "policy": o["policy"],
         "memory_bytes": o["memory_bytes"],
+        "buckets": None if o["limits"] is None else np.asarray(o["limits"], dtype=np.int64),
         "carried_in": carry.tolist(),
         "subset": o["only"] is not None,
     }
     return problem, more
+
+
+def _advice(fit: CostFit, o: dict[str, Any]) -> str:
+    """Where the memory goes, if most of it is not the samples'."""
+    if fit.memory is None or o["memory_bytes"] is None or fit.memory.m0 < 0.3 * o["memory_bytes"]:
+        return ""
+    share = f"; {fit.memory.m0 / 2**30:.0f} of {o['memory_bytes'] / 2**30:.0f} GiB are parameters, gradients and state"
+    if fit.source == "symbolic" and o["sync"] == "step":
+        share += ', which sync="microbatch" (ZeRO-3) and more ranks spread out'
+    return share
 
 
 def _limits(

@@ -22,6 +22,7 @@ class Problem:
         rows: int64 [n], the rows to plan, in seeded random order.
         fixed: float64 [shapes], seconds a microbatch costs whatever its size.
         each: float64 [shapes], seconds per sample.
+        floor: seconds no microbatch undercuts.
         cap: int64 [shapes], largest B that memory allows; 0 = not even one sample fits.
         target: int64 [shapes], largest B under the compute target (0: one sample exceeds it), or None.
         allowed: ascending batch sizes a microbatch may have, or None for any.
@@ -31,12 +32,14 @@ class Problem:
         microbatches: K, where the policy or the mode fixes it.
         slots: every microbatch is a barrier (ZeRO-3, pipelines), so K is equal on all ranks.
         tail: "carry", "drop" or "pad".
+        advice: what else may help where samples do not fit.
     """
 
     samples: Samples
     rows: np.ndarray
     fixed: np.ndarray
     each: np.ndarray
+    floor: float
     cap: np.ndarray
     target: np.ndarray | None
     allowed: tuple[int, ...] | None
@@ -48,6 +51,7 @@ class Problem:
     tail: str
     seed: int
     epoch: int
+    advice: str = ""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -59,12 +63,17 @@ class Problem:
         """Samples that always stay together: the smallest allowed B."""
         return self.allowed[0] if self.allowed else 1
 
+    def cost(self, shape: np.ndarray, size: np.ndarray) -> np.ndarray:
+        """Predicted seconds of microbatches of `size` samples, float64 [microbatches]."""
+        return np.maximum(self.floor, self.fixed[shape] + size * self.each[shape])
+
     def limit(self) -> np.ndarray:
         """Largest B per shape by memory and compute target together, int64 [shapes]."""
         return self.cap if self.target is None else np.minimum(self.cap, self.target)
 
     def refuse_oversize(self) -> None:
         """Raise if some sample does not fit alone (or, with allowed batch sizes, in the smallest of them)."""
+        remedy = "raise m_mem, use sequence parallelism (sp=2, 4, ...), or remove these samples; they are never cut or "
         present = np.zeros(len(self.cap), bool)
         present[np.unique(self.samples.shape_id[self.rows])] = True
         bad = np.flatnonzero(present & (self.cap < self.atom))
@@ -80,9 +89,7 @@ class Problem:
             f"{shown}{', ...' if len(rows) > 10 else ''}",
             where=f"{self.samples.where}; buckets {shapes}{', ...' if len(bad) > 5 else ''}; the largest sample has "
             f"{self.tokens[worst]} tokens",
-            remedy="raise m_mem, use sequence parallelism (sp=2, 4, ...), or remove these samples; "
-            "they are never cut or "
-            "run over the cap",
+            remedy=remedy + "run over the cap" + self.advice,
         )
 
 

@@ -81,7 +81,7 @@ def simulate(
     scale = layout["sp"] * layout["sp_efficiency"]
     shape, batch = plan.column("shape"), plan.column("batch")
     useful = batch * each[shape] / scale
-    predicted = fixed[shape] + useful
+    predicted = np.maximum(truth.floor_s, fixed[shape] + useful)
     speed = np.ones(plan.groups) if (speeds or layout["speeds"]) is None else np.asarray(speeds or layout["speeds"])
     if len(speed) != plan.groups:
         raise ConfigError(f"{len(speed)} speeds for {plan.groups} data-parallel groups")

@@ -11,7 +11,19 @@ from functools import cache
 from importlib.resources import files
 
 # tensors of [rows, D] that must cross HBM at least once: (forward, backward)
-UNITS = {"norm_modulate": (2, 3), "gate_norm_modulate": (4, 6), "gate_norm": (4, 6), "gate_residual": (3, 3)}
+UNITS = {
+    "norm_modulate": (2, 3), "norm_modulates": (3, 4),
+    "residual_norm_modulate": (4, 4), "residual_norm_modulates": (5, 5),
+    "gate_norm_modulate": (4, 6), "gate_norm_modulates": (5, 7), "gate_norm": (4, 6), "gate_residual": (3, 3),
+    "branch_norm_gate": (3, 3), "branch_norm_gate_norm": (4, 6), "branch_norm_gate_norm_modulate": (4, 6),
+}
+# whose coefficients a fusion takes that has none of its own: the measured one it shares its parts with
+LIKE = {
+    "norm_modulates": "norm_modulate", "residual_norm_modulate": "gate_norm_modulate",
+    "residual_norm_modulates": "gate_norm_modulate", "gate_norm_modulates": "gate_norm_modulate",
+    "branch_norm_gate": "gate_residual", "branch_norm_gate_norm": "gate_norm",
+    "branch_norm_gate_norm_modulate": "gate_norm_modulate",
+}
 
 
 @cache
@@ -26,7 +38,9 @@ def time_us(system: str, fusion: str, direction: str, rows: int, D: int, itemsiz
 
     `itemsize` is the activation's bytes per element.  Modulation and statistics are too small to count.
     """
-    c = coefficients()[system][f"{fusion}/{direction}"]
+    known = coefficients()[system]
+    own = f"{fusion}/{direction}"
+    c = known[own if own in known else f"{LIKE[fusion]}/{direction}"]
     units = UNITS[fusion][0 if direction == "forward" else 1]
     return c["launch_us"] + units * rows * D * itemsize / (c["tb_per_s"] * 1e6)
 

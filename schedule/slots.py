@@ -55,7 +55,7 @@ def plan(problem: Problem) -> tuple[Iterator[Window], Leftover, int]:
         seen_again: np.ndarray = np.any(second_uses(rows).reshape(-1, p.atom), axis=1)
         mark |= np.logical_or.reduceat(seen_again[_rows(np.arange(len(atoms)), start, size)], np.cumsum(size) - size)
     u_shape = shape[start]
-    cost = p.fixed[u_shape] + size * p.atom * p.each[u_shape]
+    cost = p.cost(u_shape, size * p.atom)
     order = np.argsort(-cost, kind="stable")
     slots = len(order) // p.groups
     slot_cost = cost[order].reshape(slots, p.groups).max(1)
@@ -105,7 +105,7 @@ def _units(p: Problem, shape: np.ndarray, multiple: int) -> tuple[np.ndarray, np
     Where batch sizes are free, some units are halved until their number is a multiple of the places in a step.
     """
     each = p.each * p.atom
-    ceiling = float((p.fixed + each)[np.unique(shape)].max())
+    ceiling = max(p.floor, float((p.fixed + each)[np.unique(shape)].max()))
     most = np.clip(np.minimum(p.limit() // p.atom, (ceiling - p.fixed) / each * (1 + 1e-12)), 1, None).astype(np.int64)
     begin = np.flatnonzero(np.r_[True, np.diff(shape) != 0])
     count = np.diff(np.r_[begin, len(shape)])

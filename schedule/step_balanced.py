@@ -51,7 +51,8 @@ def estimate(p: Problem, shape: np.ndarray) -> float:
     """Predicted seconds of all atoms, microbatches as full as memory and the grain allow."""
     count = np.bincount(shape, minlength=len(p.each)) * p.atom
     size = np.clip(np.minimum(p.limit(), GRAIN * p.step_cost // p.each), p.atom, None)
-    return float((count * p.each + np.ceil(count / size) * p.fixed).sum())
+    pieces = np.ceil(count / size)
+    return float((pieces * np.maximum(p.floor, p.fixed + count / np.maximum(pieces, 1) * p.each)).sum())
 
 
 def whole_atoms(p: Problem) -> tuple[np.ndarray, Leftover]:
@@ -162,18 +163,20 @@ def _balance(
     count = np.diff(np.r_[group_start, len(cell)])
     g_shape, g_step = shape[group_start], step[group_start]
     load = np.bincount(g_step, count * each[g_shape], steps) / p.groups
-    grain = np.clip(GRAIN * load[g_step] // each[g_shape], 1, most[g_shape]).astype(np.int64)
+    # Under the floor a smaller unit costs no less.
+    worth = np.maximum(GRAIN * load[g_step], p.floor - p.fixed[g_shape])
+    grain = np.clip(worth // each[g_shape], 1, most[g_shape]).astype(np.int64)
     # A step with fewer units than groups is cut finer, down to single atoms, so that no rank stays idle.
     few = np.bincount(g_step, -(-count // grain), steps) < p.groups
     grain[few[g_step]] = 1
     group, size = split_sizes(count, grain, None)
     u_step, u_shape = g_step[group], g_shape[group]
-    rank = lpt(u_step, p.fixed[u_shape] + size * each[u_shape], steps, p.groups, p.speeds)
+    rank = lpt(u_step, p.cost(u_shape, size * p.atom), steps, p.groups, p.speeds)
     for rounds in ROUNDS:
         rank = refine(
             u_step,
             rank,
-            p.fixed[u_shape] + size * each[u_shape],
+            p.cost(u_shape, size * p.atom),
             steps,
             p.groups,
             p.speeds,
@@ -218,7 +221,7 @@ def assemble(
     start = np.empty(len(size), np.int64)
     start[take] = np.cumsum(size[take]) - size[take]
     # Costliest first within a rank: the allocator then meets its largest blocks before any small ones.
-    order = np.lexsort((shape, -(p.fixed[shape] + size * p.each[shape]), rank, step))
+    order = np.lexsort((shape, -p.cost(shape, size * p.atom), rank, step))
     step, rank, shape, size, start = step[order], rank[order], shape[order], size[order], start[order]
     ends = np.cumsum(size)
     index = np.arange(ends[-1]) + np.repeat(start - (ends - size), size)

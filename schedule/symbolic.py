@@ -35,6 +35,7 @@ class SymbolicCost:
         saved_bytes: storage kept from forward to backward, parameters and inputs left out, shared storage counted once.
         traffic: bytes read and written by every op of both graphs if nothing is fused (views are free).
         parameter_bytes: parameters and buffers.
+        launches: ops of both graphs that write memory, so about the kernels that eager launches (0: not counted).
         valid_for: multiples a dimension must be of, e.g. {"H": 2}: the expressions hold there.
         at_one: costs traced apart for a dimension of size 1, by its name; `at` uses them.
         assumed: sizes of inputs that no name was given for; the expressions hold for these only.
@@ -47,11 +48,14 @@ class SymbolicCost:
     saved_bytes: sympy.Expr
     traffic: sympy.Expr
     parameter_bytes: sympy.Expr
+    launches: sympy.Expr = sympy.S.Zero
     valid_for: dict[str, int] = field(default_factory=dict)
     assumed: dict[str, int] = field(default_factory=dict)
     at_one: dict[str, SymbolicCost] = field(default_factory=dict)
 
-    EXPRESSIONS = ("flops_forward", "flops_backward", "attention_flops", "saved_bytes", "traffic", "parameter_bytes")
+    EXPRESSIONS = (
+        "flops_forward", "flops_backward", "attention_flops", "saved_bytes", "traffic", "parameter_bytes", "launches",
+    )
 
     @property
     def flops(self) -> sympy.Expr:
@@ -171,7 +175,7 @@ class SymbolicCost:
         local = {d: symbol(d) for d in data["dims"]}
         return SymbolicCost(
             tuple(data["dims"]),
-            **{k: sympy.sympify(data[k], locals=local) for k in SymbolicCost.EXPRESSIONS},
+            **{k: sympy.sympify(data.get(k, 0), locals=local) for k in SymbolicCost.EXPRESSIONS},
             valid_for=data["valid_for"],
             assumed=data["assumed"],
             at_one={d: SymbolicCost.of(c, where) for d, c in data.get("at_one", {}).items()},

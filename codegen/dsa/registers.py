@@ -22,9 +22,9 @@ def take_apart(tile: str, to: str) -> list[str]:
     """Tile [M, 64] -> names `{to}{a}_{b}` of shape [M, 4]."""
     # [M, a1, a0, b1, lane, b0] -> [M, lane, a1, a0, b1, b0]
     lines = [f"{to}_ = tl.permute(tl.reshape({tile}, [M, 2, 2, 2, 4, 2]), [0, 4, 1, 2, 3, 5])"]
-    current = {(): f"{to}_"}
+    current: dict[tuple[int, ...], str] = {(): f"{to}_"}
     for _ in range(4):  # b0, b1, a0, a1
-        following = {}
+        following: dict[tuple[int, ...], str] = {}
         for key, name in current.items():
             lines.append(f"{name}0, {name}1 = tl.split({name})")
             following[(*key, 0)], following[(*key, 1)] = f"{name}0", f"{name}1"
@@ -36,10 +36,12 @@ def take_apart(tile: str, to: str) -> list[str]:
 def put_together(names: str, tile: str) -> list[str]:
     """Names `{names}{a}_{b}` -> tile [M, 64], the inverse of `take_apart`."""
     lines = []
-    current = {((a >> 1) & 1, a & 1, (b >> 1) & 1, b & 1): f"{names}{a}_{b}" for a, b in LATTICE}
+    current: dict[tuple[int, ...], str] = {
+        ((a >> 1) & 1, a & 1, (b >> 1) & 1, b & 1): f"{names}{a}_{b}" for a, b in LATTICE
+    }
     count = 0
     while () not in current:
-        following = {}
+        following: dict[tuple[int, ...], str] = {}
         for key in sorted({k[1:] for k in current}):
             name = f"{tile}_{count}"
             count += 1

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from operator_forms import attributes, plain, results
 
 from graphopt.codegen import operators
-from graphopt.codegen.form import FUSIONS
+from graphopt.codegen.form import FUSIONS, Y
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,13 +31,13 @@ def test_the_reference_operator_works_where_a_triton_one_with_a_cpu_kernel_fails
     op = operators.operator("norm_modulate", "reference")
 
     def f(x, s, b):
-        return op(x, None, None, s, b, None, None, "layer_norm", 1e-6, 1.0, torch.float32, torch.float32, "")[1] * 2
+        return op(*[x] + [None] * 7, [s, b], *attributes(plain("norm_modulate"), torch.float32))[Y] * 2
 
-    def plain(x, s, b):
+    def eager(x, s, b):
         return (torch.nn.functional.layer_norm(x, (8,), eps=1e-6) * (1 + s) + b) * 2
 
     args = [torch.randn(2, 5, 8, requires_grad=True), *(torch.randn(2, 1, 8, requires_grad=True) for _ in range(2))]
-    want = torch.autograd.grad(plain(*args).square().sum(), args)
+    want = torch.autograd.grad(eager(*args).square().sum(), args)
     for backend in ("aot_eager", "inductor"):
         torch._dynamo.reset()
         got = torch.autograd.grad(torch.compile(f, backend=backend)(*args).square().sum(), args)
@@ -52,7 +53,8 @@ def test_both_operators_trace_for_a_gpu_on_this_machine() -> None:
 
     def f(x, branch, factors):
         g, s, b = factors.chunk(3, -1)
-        h, y, _, _ = op(x, branch, g, s, b, None, None, "layer_norm", 1e-6, 1.0, torch.bfloat16, torch.bfloat16, "")
+        form = plain("gate_norm_modulate")
+        h, y = results(form, op(x, branch, g, *[None] * 5, [s, b], *attributes(form, torch.bfloat16)))
         return torch.autograd.grad(h.float().sum() + y.float().sum(), (x, branch, factors))
 
     x, branch = (torch.randn(2, 64, 128).bfloat16().requires_grad_() for _ in range(2))
@@ -108,8 +110,9 @@ def test_second_process_hits_the_cache_and_a_changed_formula_misses(tmp_path: Pa
     assert second["grad"] == first["grad"]
     reference = source / "codegen" / "reference.py"
     text = reference.read_text()
-    assert "dscale = _sum_to(dn * n, scale)" in text
-    reference.write_text(text.replace("dscale = _sum_to(dn * n, scale)", "dscale = _sum_to(dn * n, scale) * 3"))
+    line = "dmodulation.append(_sum_to(through * n if part.startswith("
+    assert line in text
+    reference.write_text(text.replace(line, line.replace("through * n", "3 * through * n")))
     changed = run(source, cache)
     assert changed["hash"] != first["hash"]
     assert changed["hit"] == ["0", "miss", "1"]

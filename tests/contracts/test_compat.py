@@ -7,13 +7,34 @@ import inspect
 import pytest
 import torch
 
-from graphopt import _compat
+from graphopt import _compat, _compat_capture
 
 
 def test_inductor_compile_takes_options_by_keyword() -> None:
     import torch._inductor
 
     assert list(inspect.signature(torch._inductor.compile).parameters)[:3] == ["gm", "example_inputs", "options"]
+
+
+def test_default_store_keeps_values_and_waits(tmp_path) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        store = _compat.default_store()
+        store.set("a", "1")
+        store.wait(["a"], timedelta(seconds=1))
+        assert store.get("a") == b"1"
+        assert store.check(["a"])
+        assert not store.check(["b"])
+        assert store.add("n", 1) == 1
+        assert store.add("n", 0) == 1
+        with pytest.raises((RuntimeError, dist.DistError)):
+            store.wait(["b"], timedelta(milliseconds=200))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_modes_and_options() -> None:
@@ -99,9 +120,54 @@ def test_sizes() -> None:
         assert _compat.is_fake(torch.zeros(2))
 
 
-def test_named_backend_and_skipped_frames() -> None:
+def test_named_backend() -> None:
     assert callable(_compat.named_backend("aot_eager"))
-    assert isinstance(_compat.skipped_frames(), list)
+
+
+def test_frames_breaks_limit_and_stance() -> None:
+    def looped(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x
+
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    for f in (looped, broken):
+        torch.compile(f, backend="eager")(torch.ones(2))
+    assert _compat.compiling_is_off() is None
+    attempts = {a.name: a for a in _compat.frame_attempts()}
+    first = looped.__code__.co_firstlineno
+    assert (attempts["looped"].file, attempts["looped"].line) == (__file__, first)
+    assert attempts["looped"].place == f"{__file__}:{first + 2}"
+    assert attempts["looped"].failed.startswith("Call to `torch._dynamo.graph_break()`")
+    assert (attempts["broken"].failed, attempts["broken"].ops) == (None, 1)
+    (reason, stack), = _compat.graph_breaks()
+    assert reason.startswith("Call to `torch._dynamo.graph_break()`")
+    assert stack[-1][:2] == (__file__, broken.__code__.co_firstlineno + 2)
+    torch._dynamo.utils.counters.clear()
+    assert _compat.recompile_limit(broken.__code__) is None
+    with torch._dynamo.config.patch(recompile_limit=1):
+        torch.compile(broken, backend="eager")(torch.ones(2, dtype=torch.float64))
+        assert _compat.recompile_limit(broken.__code__) == 1
+        assert _compat.recompile_limit(looped.__code__) is None
+    with torch.compiler.set_stance("force_eager"):
+        assert "set_stance" in _compat.compiling_is_off()
+    torch._dynamo.reset()
+    torch.compile(broken, backend="eager")(torch.ones(3))
+    assert "looped" not in {a.name for a in _compat.frame_attempts()}
+
+
+def test_forward_mode_ad() -> None:
+    assert _compat.forward_mode_ad() is None
+    x = torch.ones(2)
+    with torch.autograd.forward_ad.dual_level():
+        assert _compat.forward_mode_ad() == "forward-mode AD"
+        assert not _compat.has_tangent((x, 3))
+        assert _compat.has_tangent((x, torch.autograd.forward_ad.make_dual(x, x)))
+    assert not _compat.has_tangent((x,))
 
 
 def test_sizes_stay_apart_and_are_written_with_known_functions() -> None:
@@ -135,3 +201,112 @@ def test_aot_autograd_hands_over_the_joint_graph() -> None:
     f = torch.compile(lambda x: x.sin().cos(), backend=_compat.aot_autograd(keep, keep, partition))
     f(torch.randn(3, requires_grad=True)).sum().backward()
     assert len(joints) == 1
+
+
+def test_post_grad_pass_runs_on_both_graphs_and_keys_the_cache() -> None:
+    """Inductor calls the pass of its option on the forward and on the backward, then the user's own."""
+    seen: list[str] = []
+
+    def ours(graph) -> None:
+        seen.append("ours")
+
+    def theirs(graph) -> None:
+        seen.append("theirs")
+
+    make = _compat.post_grad_pass
+    assert make(ours, "1").uuid() != make(ours, "2").uuid()
+    assert make(ours, "1", theirs).uuid() is None  # a plain callable has no version: not cached
+    options = {_compat.POST_GRAD: make(ours, "contract", theirs)}
+    f = torch.compile(lambda x, w: (x @ w).sin().sum(), options=options)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    f(x, w).backward()
+    assert seen == ["ours", "theirs"] * 2
+
+
+def test_artifacts_reach_the_structured_trace(tmp_path) -> None:
+    """What TORCH_TRACE writes and tlparse reads: one artifact a graph, under its compile id."""
+    import json
+    import os
+    import subprocess
+    import sys
+
+    code = ("import torch, torch.nn.functional as F\n"
+            "f = lambda x, s, b: F.layer_norm(x, (8,)) * (1 + s) + b\n"
+            "torch.compile(f, backend='graphopt', options={'graphopt.compiler': 'eager'})"
+            "(torch.ones(2, 20, 8), torch.ones(2, 1, 8), torch.ones(2, 1, 8))\n")
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TORCH_TRACE": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.iterdir()
+    lines = log.read_text().splitlines()
+    (at,) = [i for i, line in enumerate(lines) if '"graphopt_report"' in line]
+    head = json.loads(lines[at][lines[at].index("{"):])
+    assert head["artifact"] == {"name": "graphopt_report", "encoding": "json"}
+    assert head["frame_id"] == 0
+    payload = json.loads(lines[at + 1].strip())
+    assert payload["passes"][-1]["sites"][0]["kind"] == "modulate"
+
+
+def test_inductor_cache_folder() -> None:
+    assert "inductor" in _compat.inductor_cache_folder()
+
+
+def test_values_of_inputs_and_graph_breaks() -> None:
+    seen = []
+
+    def backend(gm, inputs):
+        seen.append((_compat_capture.real_inputs(gm), _compat_capture.break_of(gm)))
+        return gm.forward
+
+    def f(x, w):
+        y = x + w
+        torch._dynamo.graph_break()
+        return y * 2
+
+    x, w = torch.randn(3), torch.randn(3)
+    met = _compat_capture.GraphBreaks()
+    torch.compile(f, backend=backend)(x, w)
+    (values, ended), (_, last) = seen
+    assert {id(v) for v in values} == {id(x), id(w)}
+    assert "graph_break" in ended[0]
+    assert ended[1].startswith(__file__)
+    assert last is None
+    assert met.found() == [ended]
+    assert _compat_capture.GraphBreaks().found() == []
+
+    def loop(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x
+
+    met = _compat_capture.GraphBreaks()
+    torch.compile(loop, backend=backend)(x)
+    assert any("runs loop uncompiled" in reason for reason, _ in met.found())
+
+
+def test_capture_settings_are_put_back() -> None:
+    from torch._dynamo import config
+    from torch._subclasses import fake_tensor
+
+    before = fake_tensor.FakeTensorMode.__init__, config.recompile_limit
+    with _compat_capture.capture_settings():
+        assert config.recompile_limit > 1000
+        f = torch.compile(lambda x: torch.where(x > 0, x, torch.as_tensor(3.0, device=x.device)), backend="eager")
+        assert f(torch.empty(2, device="meta")).device.type == "meta"
+    assert (fake_tensor.FakeTensorMode.__init__, config.recompile_limit) == before
+
+
+def test_disabled_and_error_lines() -> None:
+    assert _compat_capture.is_disabled(torch.compiler.disable(lambda x: x))
+    assert not _compat_capture.is_disabled(torch.nn.Linear(2, 2))
+    with pytest.raises(Exception, match="mat") as caught:
+        torch.compile(lambda x: x @ torch.ones(3, 3), backend="eager")(torch.ones(2, 2))
+    assert _compat_capture.error_line(caught.value).startswith(__file__)
+
+
+def test_graphs_call_the_overload_of_a_custom_operator() -> None:
+    @torch.library.custom_op("graphopt_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert _compat.graph_target(twice) is torch.ops.graphopt_tests.twice.default
+    assert _compat.graph_target(torch.sin) is torch.sin

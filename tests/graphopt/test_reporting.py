@@ -66,7 +66,7 @@ def test_json_is_complete_and_stable() -> None:
     report = graphopt.report(f)
     data = json.loads(report.to_json())
     assert data["version"] == 1
-    (site, _) = data["graphs"][0]["passes"][0]["sites"]
+    (site, _) = data["graphs"][0]["passes"][-1]["sites"]
     assert site["kind"] == "modulate"
     assert site["where"].endswith("test_reporting.py:23")
     assert site["shape"] == [2, 5, 8]

@@ -1,0 +1,184 @@
+"""Unequal numbers of microbatches over ranks, against one process; memory of the two FSDP2 modes:
+
+    torchrun --nproc-per-node=2 benchmarks/schedule_grads.py --machine h200
+
+Gradients: a small Wan (diffusers' class), blocks compiled by graphopt, FSDP2 and DDP, ranks running 1 and 3 (then 2 and
+5) microbatches a step, in fp32 and in bf16 mixed precision; every rank also runs all microbatches alone with the whole
+model, compiled the same way.  Memory: peak of a step of three microbatches at 1.3B widths, parameters kept over the
+step ("step") or gathered for each microbatch ("microbatch").
+
+Writes rows of check `grads` and `memory` to benchmarks/results/<machine>/schedule.json.  Exit code 1 if a gradient is
+off by more than 1e-6 (fp32).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.fx.experimental._config
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+from schedule_shape import start  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+
+import graphopt  # noqa: E402
+import schedule  # noqa: E402
+from graphopt.loading.microbatch import MicrobatchInfo  # noqa: E402
+from graphopt.schedule.bench import Shape  # noqa: E402
+
+
+def build(device: torch.device, layers: int, width: int, text_dim: int, system: str) -> torch.nn.Module:
+    """Wan in fp32, the same on every rank."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = WanTransformer3DModel(
+            num_attention_heads=width // 64, attention_head_dim=64, ffn_dim=4 * width, num_layers=layers,
+            in_channels=16, out_channels=16, text_dim=text_dim,
+        )  # fmt: skip
+    if system != "eager":
+        options = {"graphopt.select": "all"} | ({"graphopt.compiler": system} if system != "graphopt" else {})
+        for block in model.blocks:
+            block.compile(backend="graphopt", dynamic=True, options=options)
+    return model
+
+
+def microbatches(counts: list[int], step: int) -> list[list[MicrobatchInfo]]:
+    """Each rank's microbatches of a step, all of different sizes."""
+    shapes = [[Shape(1 + (r + k + step) % 2, 1 + (r + k) % 3, 2 + k % 3, 3 + (r + step) % 2, 16) for k in range(n)]
+              for r, n in enumerate(counts)]  # fmt: skip
+    total = sum(s.B * s.S for row in shapes for s in row)
+    return [
+        [MicrobatchInfo(0, step, step, k, len(row), len(counts) / total, s, s.B * s.S, (r, k), "step", 0.0, None)
+         for k, s in enumerate(row)]
+        for r, row in enumerate(shapes)
+    ]  # fmt: skip
+
+
+def loss_sum(model: torch.nn.Module, mb: MicrobatchInfo, device: torch.device, dtype: torch.dtype, text_dim: int):
+    """The loss of a microbatch; its inputs follow from its number."""
+    s, (r, k) = mb.shape, mb.samples
+    g = torch.Generator().manual_seed(1000 * mb.step + 10 * r + k)
+    x = torch.randn(s.B, 16, s.T, 2 * s.H, 2 * s.W, generator=g).to(device, dtype)
+    text = torch.randn(s.B, s.L, text_dim, generator=g).to(device, dtype)
+    out = model(x, timestep=torch.full((s.B,), 500, device=device), encoder_hidden_states=text, return_dict=False)[0]
+    return out.float().square().mean((1, 2, 3, 4)).sum() * s.S
+
+
+def whole(p: torch.Tensor | None) -> torch.Tensor:
+    assert p is not None
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def gradients(device: torch.device, o: argparse.Namespace) -> list[dict]:
+    """Every case's largest relative error over parameters and steps."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = []
+    for wrap in ("fsdp2", "ddp"):
+        for pair in ((1, 3), (2, 5)):
+            counts = [pair[r % 2] for r in range(ranks)]
+            for precision in ("fp32", "bf16"):
+                if wrap == "ddp" and precision == "bf16":
+                    continue
+                dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+                torch._dynamo.reset()
+                model = build(device, 2, o.small, o.text_dim, o.system)
+                alone = build(device, 2, o.small, o.text_dim, o.system)
+                if precision == "bf16":
+                    alone = alone.to(torch.bfloat16)
+                if wrap == "ddp":
+                    model = torch.nn.parallel.DistributedDataParallel(model)
+                else:
+                    policy = MixedPrecisionPolicy(
+                        **({} if precision == "fp32" else {"param_dtype": dtype, "reduce_dtype": torch.float32})
+                    )
+                    for block in model.blocks:
+                        fully_shard(block, mp_policy=policy)
+                    fully_shard(model, mp_policy=policy)
+                worst, where = 0.0, ""
+                for step in range(2):
+                    todo = microbatches(counts, step)
+                    for mb in todo[rank]:
+                        with graphopt.accumulate(model, mb):
+                            (loss_sum(model, mb, device, dtype, o.text_dim) * mb.loss_scale).backward()
+                    sums: dict[str, torch.Tensor] = {}
+                    for row in todo:
+                        for mb in row:
+                            (loss_sum(alone, mb, device, dtype, o.text_dim) * mb.loss_scale / ranks).backward()
+                            for n, p in alone.named_parameters():
+                                sums[n] = sums.get(n, 0) + p.grad.float()
+                            alone.zero_grad()
+                    for n, p in model.named_parameters():
+                        got, expected = whole(p.grad).float(), sums[n.removeprefix("module.")]
+                        error = ((got - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+                        if error > worst:
+                            worst, where = error, n
+                    model.zero_grad()
+                rows.append({"check": "grads", "data": f"{pair[0]} and {pair[1]} microbatches", "ranks": ranks,
+                             "mode": f"{wrap} {precision}", "system": o.system, "error": worst, "parameter": where,
+                             "simulated": False})  # fmt: skip
+                if rank == 0:
+                    print(rows[-1], flush=True)
+    return rows
+
+
+def memory(device: torch.device, o: argparse.Namespace) -> list[dict]:
+    """Peak of a step of three microbatches, per mode."""
+    ranks, rows = dist.get_world_size(), []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for sync in ("step", "microbatch"):
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        model = build(device, o.layers, 1536, 4096, "eager")
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        s = Shape(1, 3, 30, 52, 512)
+        for step in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            for k in range(3):
+                mb = MicrobatchInfo(0, step, step, k, 3, 1 / (3 * s.S), s, s.S, (0, k), sync, 0.0, None)
+                with graphopt.accumulate(model, mb):
+                    (loss_sum(model, mb, device, torch.bfloat16, 4096) * mb.loss_scale).backward()
+            opt.step()
+            opt.zero_grad()
+        rows.append({"check": "memory", "data": f"{s.S} tokens, K = 3", "ranks": ranks, "mode": f"sync {sync}",
+                     "layers": o.layers, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                     "simulated": False})  # fmt: skip
+        if dist.get_rank() == 0:
+            print(rows[-1], flush=True)
+        del model, opt
+    return rows
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--machine", default="h200")
+    p.add_argument("--system", default="graphopt", help="graphopt, aot_eager (graphopt without Inductor), eager")
+    p.add_argument("--small", type=int, default=256, help="width of the model of the gradient check")
+    p.add_argument("--text-dim", type=int, default=256)
+    p.add_argument("--layers", type=int, default=12, help="of the memory check")
+    p.add_argument("--out", type=Path)
+    o = p.parse_args()
+    torch.fx.experimental._config.use_duck_shape = False
+    device = start()
+    rows = gradients(device, o)
+    if device.type == "cuda":
+        rows += memory(device, o)
+    worst = max(r["error"] for r in rows if r.get("mode", "").endswith("fp32"))
+    if dist.get_rank() == 0:
+        print(schedule.save(rows, o.machine, folder=o.out), f"worst fp32 error {worst:.2e}", flush=True)
+    dist.destroy_process_group()
+    sys.exit(worst > 1e-6)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The configuration of a kernel in closed form: no search at run time.
+
+The rules come from measurements on an H200 (docs/kernels.md): sub-blocks instead of padding to a power of two, the
+fewest warps that do not spill, rows in an asynchronous ring whose bytes per multiprocessor decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphopt.codegen.spec import KernelSpec
+
+# fp32 values of one row a thread may hold, and values of one row in all, before registers spill
+PER_THREAD = 200
+MAX_WARPS = 16
+# bytes of rows on their way into one multiprocessor
+RING_BYTES = 60 * 1024
+# shared memory of one program at most, in KB; GPUs not listed have 99
+SHARED_KB = {"sm80": 163, "sm87": 163, "sm90": 227, "sm100": 227, "sm103": 227}
+# the widest row the forward keeps in registers
+FORWARD_D = 16384
+CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How one kernel is launched.
+
+    blocks: widths of the unrolled sub-blocks of a row.
+    warps: warps per program.
+    stages: depth of the ring (`tl.range(num_stages=...)`), 0 for no ring.
+    programs_per_sm: of a persistent kernel; 0 for a grid over the rows.
+    rows: rows a program of a forward walks (1: the grid is over rows, nothing is persistent).
+    chunked: the row does not fit in registers and is walked in chunks of blocks[0].
+    joint: both means of a layer norm's backward come from one reduction tree.
+    """
+
+    blocks: tuple[int, ...]
+    warps: int
+    stages: int
+    programs_per_sm: int
+    rows: int = 1
+    chunked: bool = False
+    joint: bool = False
+
+
+def configure(spec: KernelSpec) -> Configuration:
+    """The configuration of a kernel."""
+    if spec.part == "columns":
+        return Configuration((512,), 4, 0, 4, rows=4)
+    return _forward(spec) if spec.direction == "forward" else _backward(spec)
+
+
+def _forward(spec: KernelSpec) -> Configuration:
+    D = spec.D
+    if D > FORWARD_D:
+        return Configuration((CHUNK,), 8, 0, 0, chunked=True)
+    light = len(spec.rows_in) + len(spec.rows_out) <= 2
+    if spec.normed and 256 < D <= 1600:  # one warp per row has no block barrier; a few rows per program feed the ring
+        warps = 1 if light or D <= 1280 else 2
+        return Configuration(cut(D, warps * 256), warps, 3, 0, rows=4 if light and D <= 1280 else 2)
+    if spec.normed and light and 1600 < D <= 4096:
+        return Configuration(cut(D, 1024), 4, 3, 0, rows=4)
+    warps = 1 if D <= 256 else 2 if D <= 512 else 4 if D <= 8192 else 8
+    return Configuration(cut(D, warps * 256), warps, 0, 0)
+
+
+def live_values(spec: KernelSpec) -> int:
+    """fp32 values per element that a one-pass backward holds: sums, factors and the row itself."""
+    heads = [f for f in spec.factors if "_table" not in f]
+    per_token = sum(spec.per_token(f) for f in spec.factors)
+    branch = 2 if spec.branch_normed else 0
+    return len(spec.sums) + len(spec.rows_in) + 1 + max(0, len(heads) - 2) + per_token + branch
+
+
+def one_pass(spec: KernelSpec) -> bool:
+    """Do the sums over rows fit in registers beside the row?  Else rows and columns are two kernels."""
+    return spec.D * live_values(spec) <= 120 * 32 * MAX_WARPS
+
+
+def ring_limit(target: str) -> int:
+    """Bytes of shared memory per multiprocessor that a ring may take; AMD targets form no ring, so none."""
+    return 0 if target.startswith("gfx") else 1024 * (SHARED_KB.get(target, 99) - 3)
+
+
+def _backward(spec: KernelSpec) -> Configuration:
+    D = spec.D
+    if spec.part == "rows" and not one_pass(spec):
+        return Configuration((CHUNK,), 8, 0, 2, chunked=True)
+    warps = 1
+    while warps < MAX_WARPS and D * live_values(spec) > PER_THREAD * 32 * warps:
+        warps *= 2
+    wide = len(spec.rows_in) >= 3
+    warps = max(warps, 16 if wide and D > 4096 else 4 if D >= 1400 and not wide else 2 if D >= 512 else 1)
+    if D <= 1400:
+        per_sm = 2 if wide else 4
+    else:
+        per_sm = 1 if wide or D >= 2560 else 2 if D >= 2048 else 3
+    streamed = (*spec.rows_in, *(f for f in spec.factors if spec.per_token(f)))
+    row_bytes = sum(spec.dtype(n).itemsize for n in streamed) * D * per_sm
+    stages = 1 + min(5, max(2, int(RING_BYTES / row_bytes + 0.5)))
+    if (stages - 1) * row_bytes > ring_limit(spec.target):
+        stages = 0
+    # equal sub-blocks need one reduction; 8-byte loads are then no loss
+    equal = warps * 128 if D < 2048 and D % (warps * 128) == 0 and D % (warps * 256) else warps * 256
+    return Configuration(cut(D, equal), warps, stages, per_sm, joint=warps <= 4 or D <= 4096)
+
+
+def cut(D: int, cap: int) -> tuple[int, ...]:
+    """Widths of the sub-blocks of one row: powers of two up to `cap` whose sum covers D; only the last may overhang.
+
+    5120 with cap 1024 is 1024 x 5, 2240 is 1024, 1024, 256: a power of two would waste 37 % of the lanes.
+    """
+    blocks: list[int] = []
+    left = D
+    while left >= cap:
+        blocks.append(cap)
+        left -= cap
+    width = cap // 2
+    while left > 0:
+        up = 1 << (left - 1).bit_length()  # next power of two
+        if up - left <= D // 8 or up <= 32 or len(blocks) >= 6:
+            blocks.append(up)
+            break
+        while width > left:
+            width //= 2
+        blocks.append(width)
+        left -= width
+    return tuple(blocks)

@@ -1,0 +1,255 @@
+"""What every generated kernel is made of: lines, columns, masks, addresses, loads, stores, means over a row.
+
+Only `tl.*` names and literals appear in a kernel, because Inductor copies the source of a user's kernel into its own
+module.  Tensors are named as in form.py, in capitals; `x_3` is what sub-block 3 holds of x, in fp32.
+
+Three shapes share the same formulas:
+
+    unrolled   one row at a time, cut into sub-blocks that stay in registers
+    chunked    one row at a time, walked in chunks, several passes (rows too wide for registers)
+    tile       many rows, a few columns (sums over rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from graphopt.codegen.configure import Configuration
+from graphopt.codegen.spec import KernelSpec
+
+TL = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
+# coefficients of x^3, x^5, ... of tanh x
+TANH = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925, 21844 / 6081075, -929569 / 638512875)
+HEADER = "import triton\nimport triton.language as tl\n\n\n"
+
+
+def variable(index: str) -> str:
+    """What an index of a row is called in a kernel."""
+    return "group" if index == "g" else index
+
+
+class Base:
+    """An emitter: a spec, a configuration, and the lines written so far."""
+
+    def __init__(self, spec: KernelSpec, config: Configuration) -> None:
+        self.spec, self.config = spec, config
+        self.lines: list[str] = []
+        self.depth = 0
+        self.starts = [sum(config.blocks[:i]) for i in range(len(config.blocks))]
+        self.tile = spec.part == "columns"
+
+    def __call__(self, line: str) -> None:
+        """Write one line."""
+        self.lines.append("    " * self.depth + line)
+
+    def source(self) -> str:
+        """The lines as a module of their own."""
+        return HEADER + "\n".join(self.lines) + "\n"
+
+    @property
+    def blocks(self) -> range:
+        """Sub-blocks in registers at once."""
+        return range(len(self.config.blocks))
+
+    # -- arguments -------------------------------------------------------------------------------
+
+    def define(self, tensors: tuple[str, ...], sizes: tuple[str, ...]) -> None:
+        """`@triton.jit def ...` with the arguments in the one order kernels.py passes them in."""
+        s = self.spec
+        strides = [f"{t}_{index}" for t, index in s.stride_arguments]
+        self("@triton.jit")
+        self(f"def {s.function}({', '.join([*(t.upper() for t in tensors), *sizes, *s.size_arguments, *strides])}):")
+        self.depth = 1
+
+    # -- which row -------------------------------------------------------------------------------
+
+    def group_index(self) -> None:
+        """The two indices of a modulation group, where one does not do."""
+        s = self.spec
+        if s.group_dims == 2 and any(index.startswith("g") for _, index in s.stride_arguments):
+            self("g0 = group // G1")
+            self("g1 = group % G1")
+
+    def row_index(self, n: str) -> None:
+        """`row`, the place of row n of this group, and the indices that strides are multiplied with."""
+        s = self.spec
+        used = any(index.startswith("n") for _, index in s.stride_arguments)
+        if used:
+            self(f"n = {n}")
+            if s.row_dims == 2:
+                self("n0 = n // N1")
+                self("n1 = n % N1")
+        if s.permuted:
+            self(f"row = {' + '.join(f'{variable(i)} * row_{i}' for i in s.indices)}")
+        elif not n.startswith("row"):
+            self(f"row = group * N + {'n' if used else n}")
+
+    # -- columns ---------------------------------------------------------------------------------
+
+    def columns(self) -> None:
+        """`c_i`, the columns of every sub-block."""
+        for i in self.blocks:
+            start = f"{self.starts[i]} + " if self.starts[i] else ""
+            self(f"c_{i} = {start}tl.arange(0, {self.config.blocks[i]})")
+
+    @contextmanager
+    def over_chunks(self) -> Iterator[None]:
+        """A loop over the chunks of one row; sub-block 0 is the current one."""
+        width = self.config.blocks[0]
+        self(f"for start in range(0, {self.spec.D}, {width}):")
+        self.depth += 1
+        self(f"c_0 = start + tl.arange(0, {width})")
+        yield
+        self.depth -= 1
+
+    def inside(self, i: int) -> str:
+        """The condition that a column (and, in a tile, a row) exists; "" where it always does."""
+        D = self.spec.D
+        if self.tile:
+            return f"(r < N)[:, None] & (c_{i} < {D})[None, :]"
+        overhangs = D % self.config.blocks[0] != 0 if self.config.chunked else (
+            self.starts[i] + self.config.blocks[i] > D)
+        return f"c_{i} < {D}" if overhangs else ""
+
+    def mask(self, i: int, load: bool) -> str:
+        """The mask arguments of a load or a store."""
+        inside = self.inside(i)
+        return "" if not inside else f", mask={inside}" + (", other=0.0" if load else "")
+
+    def zero_outside(self, i: int, value: str) -> str:
+        """A value that padded lanes must not add to a sum."""
+        inside = self.inside(i)
+        return f"tl.where({inside}, {value}, 0.0)" if inside else value
+
+    def column_of(self, tensor: str, i: int) -> str:
+        """Offsets of the columns of a tensor."""
+        column = f"c_{i}[None, :]" if self.tile else f"c_{i}"
+        return f"{column} * {tensor}_column" if "+column" in self.spec.layout(tensor) else column
+
+    # -- loads and stores ------------------------------------------------------------------------
+
+    def address(self, tensor: str, i: int) -> str:
+        """Pointers to sub-block i of the current row of a tensor."""
+        s = self.spec
+        place = s.layout(tensor).partition("+")[0]
+        name = tensor.upper()
+        if place == "dense":
+            offset = f"row[:, None] * {s.D}" if self.tile else f"row * {s.D}"
+        elif place == "vector":
+            return f"{name} + {f'c_{i} * {tensor}_column' if '+column' in s.layout(tensor) else f'c_{i}'}"
+        else:
+            indices = [x for x in s.indices if place == "rows" or x.startswith("g")]
+            named = {x: f"{x}[:, None]" if self.tile and x.startswith("n") else variable(x) for x in indices}
+            offset = " + ".join(f"{named[x]} * {tensor}_{x}" for x in indices)
+            if place == "group":
+                column = f"c_{i} * {tensor}_column" if "+column" in s.layout(tensor) else f"c_{i}"
+                return f"{name} + {offset} + {column}"
+        return f"{name} + {offset} + {self.column_of(tensor, i)}"
+
+    def load(self, tensor: str, i: int) -> str:
+        """The current row of an activation or of a per-token factor, in fp32."""
+        return f"tl.load({self.address(tensor, i)}{self.mask(i, True)}).to(tl.float32)"
+
+    def load_factor(self, factor: str, i: int) -> str:
+        """A factor: one value per column, or per row and column."""
+        if self.spec.per_token(factor):
+            return self.load(factor, i)
+        inside = f", mask=c_{i} < {self.spec.D}, other=0.0" if self.inside(i) else ""
+        value = f"tl.load({self.address(factor, i)}{inside}).to(tl.float32)"
+        return f"{value}[None, :]" if self.tile else value
+
+    def store(self, tensor: str, i: int, value: str) -> None:
+        """Round a value to the tensor's dtype and store it."""
+        kind = TL[self.spec.dtype(tensor)]
+        self(f"tl.store({self.address(tensor, i)}, ({value}).to({kind}){self.mask(i, False)})")
+
+    def statistic(self, name: str) -> str:
+        """The pointer to a statistic of the current row."""
+        return f"{name.upper()} + row"
+
+    # -- arithmetic ------------------------------------------------------------------------------
+
+    def by_width(self, part: str) -> list[str]:
+        """The sum of an expression, {i} for the sub-block, per width: so there is one reduction for each."""
+        found: dict[int, list[str]] = {}
+        for i in self.blocks:
+            found.setdefault(self.config.blocks[i], []).append(part.format(i=i))
+        return [" + ".join(parts) for parts in found.values()]
+
+    def mean_over_row(self, name: str, part: str) -> None:
+        """`name` = mean over D of an expression."""
+        terms = " + ".join(f"tl.sum({sums}, 0)" for sums in self.by_width(part))
+        self(f"{name} = ({terms}) * {1.0 / self.spec.D!r}")
+
+    def two_means(self, name: str, part: str, other: str, other_part: str) -> None:
+        """Two means over D from one reduction tree."""
+        pairs = zip(self.by_width(part), self.by_width(other_part))
+        terms = " + ".join(f"tl.sum(tl.join({a}, {b}), 0)" for a, b in pairs)
+        self(f"{name}, {other} = tl.split(({terms}) * {1.0 / self.spec.D!r})")
+
+    def rounded(self, value: str, point: str) -> str:
+        """A value after the rounding of numerics="eager", fp32 again."""
+        dtype = self.spec.points.get(point)
+        if dtype is None or dtype == torch.float32:
+            return value
+        value = value if value.startswith("(") and value.endswith(")") and value.count("(") == 1 else f"({value})"
+        return f"{value}.to({TL[dtype]}).to(tl.float32)"
+
+    def product(self, value: str, point: str) -> str:
+        """A product that numerics="eager" rounds before anything is added to it.
+
+        The compiler would contract the two into one fma, also across a rounding to bf16 (it computes in bf16 then), so
+        the bits take a detour through an integer addition of a zero that only the hardware knows.
+        """
+        if not self.spec.rounding:
+            return value
+        return f"({self.rounded(f'({value})', point)}.to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)"
+
+    def declare_zero(self) -> None:
+        """The zero `product` needs."""
+        if self.spec.rounding:
+            self("zero = tl.program_id(2)  # the grid has one dimension")
+
+    def factor(self, name: str, i: int) -> None:
+        """`name_i`: a factor plus its table; a gate after its activation, a scale as the gain it stands for."""
+        s = self.spec
+        value = " + ".join(self.load_factor(m, i) for m in s.members(name))
+        stem = name.rstrip("0123456789")
+        if stem == "scale":
+            gain = name.replace("scale", "gain")
+            self(f"{gain}_{i} = {self.rounded(f'{s.offset!r} + {value}' if s.offset else value, 'gain')}")
+        elif stem == "gate" and s.activation == "tanh":
+            self(f"gate_{i} = {value}")
+            self.tanh(f"gate_{i}")
+        else:
+            self(f"{name}_{i} = {value}")
+
+    def tanh(self, name: str) -> None:
+        """`name` becomes its tanh, to about one ulp: a series near zero, where the quotient would cancel."""
+        self(f"square = {name} * {name}")
+        series = repr(TANH[-1])
+        for c in TANH[-2::-1]:
+            series = f"({c!r} + square * {series})"
+        self(f"series = {name} + {name} * square * {series}")
+        self(f"shrunk = tl.exp(-2.0 * tl.abs({name}))")
+        self("far = (1.0 - shrunk) / (1.0 + shrunk)")
+        value = f"tl.where(square < 0.25, series, tl.where({name} < 0.0, -far, far))"
+        self(f"{name} = {self.rounded(value, 'activated')}")
+
+    @property
+    def once(self) -> list[str]:
+        """Factors that are the same for all rows of a group: they live in registers."""
+        return [f for f in self._heads if not any(self.spec.per_token(m) for m in self.spec.members(f))]
+
+    @property
+    def each_row(self) -> list[str]:
+        """Factors with a row of their own per row of x."""
+        return [f for f in self._heads if f not in self.once]
+
+    @property
+    def _heads(self) -> list[str]:
+        return [f for f in self.spec.factors if "_table" not in f]
+

@@ -1,0 +1,138 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, N, gate_g, scale_g, shift_g):
+    row = tl.program_id(0).to(tl.int64)
+    group = row // N
+    c_0 = tl.arange(0, 1024)
+    c_1 = 1024 + tl.arange(0, 1024)
+    c_2 = 2048 + tl.arange(0, 1024)
+    c_3 = 3072 + tl.arange(0, 1024)
+    c_4 = 4096 + tl.arange(0, 1024)
+    x_0 = tl.load(X + row * 5120 + c_0).to(tl.float32)
+    branch_0 = tl.load(BRANCH + row * 5120 + c_0).to(tl.float32)
+    x_1 = tl.load(X + row * 5120 + c_1).to(tl.float32)
+    branch_1 = tl.load(BRANCH + row * 5120 + c_1).to(tl.float32)
+    x_2 = tl.load(X + row * 5120 + c_2).to(tl.float32)
+    branch_2 = tl.load(BRANCH + row * 5120 + c_2).to(tl.float32)
+    x_3 = tl.load(X + row * 5120 + c_3).to(tl.float32)
+    branch_3 = tl.load(BRANCH + row * 5120 + c_3).to(tl.float32)
+    x_4 = tl.load(X + row * 5120 + c_4).to(tl.float32)
+    branch_4 = tl.load(BRANCH + row * 5120 + c_4).to(tl.float32)
+    gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
+    gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
+    gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
+    gate_3 = tl.load(GATE + group * gate_g + c_3).to(tl.float32)
+    gate_4 = tl.load(GATE + group * gate_g + c_4).to(tl.float32)
+    h_0 = (x_0 + branch_0 * gate_0).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 5120 + c_0, (h_0).to(tl.bfloat16))
+    h_1 = (x_1 + branch_1 * gate_1).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 5120 + c_1, (h_1).to(tl.bfloat16))
+    h_2 = (x_2 + branch_2 * gate_2).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 5120 + c_2, (h_2).to(tl.bfloat16))
+    h_3 = (x_3 + branch_3 * gate_3).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 5120 + c_3, (h_3).to(tl.bfloat16))
+    h_4 = (x_4 + branch_4 * gate_4).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 5120 + c_4, (h_4).to(tl.bfloat16))
+    mean = (tl.sum(h_0 + h_1 + h_2 + h_3 + h_4, 0)) * 0.0001953125
+    centred_0 = h_0 - mean
+    centred_1 = h_1 - mean
+    centred_2 = h_2 - mean
+    centred_3 = h_3 - mean
+    centred_4 = h_4 - mean
+    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3 + centred_4 * centred_4, 0)) * 0.0001953125
+    rstd = 1.0 / tl.sqrt(variance + 1e-06)
+    gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
+    shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
+    tl.store(Y + row * 5120 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
+    gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
+    shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
+    tl.store(Y + row * 5120 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
+    gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
+    shift_2 = tl.load(SHIFT + group * shift_g + c_2).to(tl.float32)
+    tl.store(Y + row * 5120 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
+    gain_3 = 1.0 + tl.load(SCALE + group * scale_g + c_3).to(tl.float32)
+    shift_3 = tl.load(SHIFT + group * shift_g + c_3).to(tl.float32)
+    tl.store(Y + row * 5120 + c_3, (centred_3 * rstd * gain_3 + shift_3).to(tl.bfloat16))
+    gain_4 = 1.0 + tl.load(SCALE + group * scale_g + c_4).to(tl.float32)
+    shift_4 = tl.load(SHIFT + group * shift_g + c_4).to(tl.float32)
+    tl.store(Y + row * 5120 + c_4, (centred_4 * rstd * gain_4 + shift_4).to(tl.bfloat16))
+    tl.store(MEAN + row, mean)
+    tl.store(RSTD + row, rstd)
+
+
+@triton.jit
+def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEAN, RSTD, PARTIAL, N, P, gate_g, scale_g):
+    group = tl.program_id(0).to(tl.int64) // P
+    c_0 = tl.arange(0, 4096)
+    c_1 = 4096 + tl.arange(0, 1024)
+    gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
+    gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
+    sum_gate_0 = tl.zeros([4096], tl.float32)
+    sum_scale_0 = tl.zeros([4096], tl.float32)
+    sum_shift_0 = tl.zeros([4096], tl.float32)
+    gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
+    gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
+    sum_gate_1 = tl.zeros([1024], tl.float32)
+    sum_scale_1 = tl.zeros([1024], tl.float32)
+    sum_shift_1 = tl.zeros([1024], tl.float32)
+    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=3):
+        row = group * N + tl.cast(step, tl.int64)
+        dy_0 = tl.load(DY + row * 5120 + c_0).to(tl.float32)
+        dy_1 = tl.load(DY + row * 5120 + c_1).to(tl.float32)
+        dh_0 = tl.load(DH + row * 5120 + c_0).to(tl.float32)
+        dh_1 = tl.load(DH + row * 5120 + c_1).to(tl.float32)
+        h_0 = tl.load(H + row * 5120 + c_0).to(tl.float32)
+        h_1 = tl.load(H + row * 5120 + c_1).to(tl.float32)
+        branch_0 = tl.load(BRANCH + row * 5120 + c_0).to(tl.float32)
+        branch_1 = tl.load(BRANCH + row * 5120 + c_1).to(tl.float32)
+        mean = tl.load(MEAN + row)
+        rstd = tl.load(RSTD + row)
+        xhat_0 = (h_0 - mean) * rstd
+        sum_scale_0 += dy_0 * xhat_0
+        sum_shift_0 += dy_0
+        w_0 = dy_0 * gain_0
+        xhat_1 = (h_1 - mean) * rstd
+        sum_scale_1 += dy_1 * xhat_1
+        sum_shift_1 += dy_1
+        w_1 = dy_1 * gain_1
+        mean_w = (tl.sum(w_0, 0) + tl.sum(w_1, 0)) * 0.0001953125
+        mean_wx = (tl.sum(w_0 * xhat_0, 0) + tl.sum(w_1 * xhat_1, 0)) * 0.0001953125
+        total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd + dh_0
+        sum_gate_0 += total_0 * branch_0
+        total_1 = (w_1 - mean_w - xhat_1 * mean_wx) * rstd + dh_1
+        sum_gate_1 += total_1 * branch_1
+        tl.store(DX + row * 5120 + c_0, (total_0).to(tl.bfloat16))
+        tl.store(DBRANCH + row * 5120 + c_0, (total_0 * gate_0).to(tl.bfloat16))
+        tl.store(DX + row * 5120 + c_1, (total_1).to(tl.bfloat16))
+        tl.store(DBRANCH + row * 5120 + c_1, (total_1 * gate_1).to(tl.bfloat16))
+    partial = PARTIAL + tl.program_id(0).to(tl.int64) * 15360
+    tl.store(partial + c_0, sum_gate_0)
+    tl.store(partial + c_1, sum_gate_1)
+    tl.store(partial + 5120 + c_0, sum_scale_0)
+    tl.store(partial + 5120 + c_1, sum_scale_1)
+    tl.store(partial + 10240 + c_0, sum_shift_0)
+    tl.store(partial + 10240 + c_1, sum_shift_1)
+
+
+@triton.jit
+def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
+    tile = tl.program_id(0) % 160
+    which = tl.program_id(0) // 160 % 3
+    group = tl.program_id(0).to(tl.int64) // 480
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128)
+    start = PARTIAL + group * P * 15360 + tl.where(which == 2, 10240, tl.where(which == 1, 5120, 0))
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
+        inside = (first + r < P)[:, None] & (c < 5120)[None, :]
+        total += tl.load(start + (first + r)[:, None] * 15360 + c[None, :], mask=inside, other=0.0)
+    value = tl.sum(total, 0)
+    if which == 0:
+        tl.store(DGATE + group * 5120 + c, value.to(tl.float32), mask=c < 5120)
+    if which == 1:
+        tl.store(DSCALE + group * 5120 + c, value.to(tl.float32), mask=c < 5120)
+    if which == 2:
+        tl.store(DSHIFT + group * 5120 + c, value.to(tl.float32), mask=c < 5120)

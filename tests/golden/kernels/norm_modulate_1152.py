@@ -1,0 +1,117 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm_modulate_forward(X, SCALE, SHIFT, Y, MEAN, RSTD, N, P, scale_g, shift_g):
+    group = tl.program_id(0).to(tl.int64) // P
+    first = (tl.program_id(0) % P) * 4
+    c_0 = tl.arange(0, 256)
+    c_1 = 256 + tl.arange(0, 256)
+    c_2 = 512 + tl.arange(0, 256)
+    c_3 = 768 + tl.arange(0, 256)
+    c_4 = 1024 + tl.arange(0, 128)
+    gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
+    shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
+    gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
+    shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
+    gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
+    shift_2 = tl.load(SHIFT + group * shift_g + c_2).to(tl.float32)
+    gain_3 = 1.0 + tl.load(SCALE + group * scale_g + c_3).to(tl.float32)
+    shift_3 = tl.load(SHIFT + group * shift_g + c_3).to(tl.float32)
+    gain_4 = 1.0 + tl.load(SCALE + group * scale_g + c_4).to(tl.float32)
+    shift_4 = tl.load(SHIFT + group * shift_g + c_4).to(tl.float32)
+    for step in tl.range(first, tl.minimum(first + 4, N), num_stages=3):
+        row = group * N + tl.cast(step, tl.int64)
+        x_0 = tl.load(X + row * 1152 + c_0).to(tl.float32)
+        x_1 = tl.load(X + row * 1152 + c_1).to(tl.float32)
+        x_2 = tl.load(X + row * 1152 + c_2).to(tl.float32)
+        x_3 = tl.load(X + row * 1152 + c_3).to(tl.float32)
+        x_4 = tl.load(X + row * 1152 + c_4).to(tl.float32)
+        mean = (tl.sum(x_0 + x_1 + x_2 + x_3, 0) + tl.sum(x_4, 0)) * 0.0008680555555555555
+        centred_0 = x_0 - mean
+        centred_1 = x_1 - mean
+        centred_2 = x_2 - mean
+        centred_3 = x_3 - mean
+        centred_4 = x_4 - mean
+        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3, 0) + tl.sum(centred_4 * centred_4, 0)) * 0.0008680555555555555
+        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        tl.store(Y + row * 1152 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
+        tl.store(Y + row * 1152 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
+        tl.store(Y + row * 1152 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
+        tl.store(Y + row * 1152 + c_3, (centred_3 * rstd * gain_3 + shift_3).to(tl.bfloat16))
+        tl.store(Y + row * 1152 + c_4, (centred_4 * rstd * gain_4 + shift_4).to(tl.bfloat16))
+        tl.store(MEAN + row, mean)
+        tl.store(RSTD + row, rstd)
+
+
+@triton.jit
+def norm_modulate_backward(DY, H, SCALE, DX, MEAN, RSTD, PARTIAL, N, P, scale_g):
+    group = tl.program_id(0).to(tl.int64) // P
+    c_0 = tl.arange(0, 512)
+    c_1 = 512 + tl.arange(0, 512)
+    c_2 = 1024 + tl.arange(0, 128)
+    gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
+    sum_scale_0 = tl.zeros([512], tl.float32)
+    sum_shift_0 = tl.zeros([512], tl.float32)
+    gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
+    sum_scale_1 = tl.zeros([512], tl.float32)
+    sum_shift_1 = tl.zeros([512], tl.float32)
+    gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
+    sum_scale_2 = tl.zeros([128], tl.float32)
+    sum_shift_2 = tl.zeros([128], tl.float32)
+    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=4):
+        row = group * N + tl.cast(step, tl.int64)
+        dy_0 = tl.load(DY + row * 1152 + c_0).to(tl.float32)
+        dy_1 = tl.load(DY + row * 1152 + c_1).to(tl.float32)
+        dy_2 = tl.load(DY + row * 1152 + c_2).to(tl.float32)
+        h_0 = tl.load(H + row * 1152 + c_0).to(tl.float32)
+        h_1 = tl.load(H + row * 1152 + c_1).to(tl.float32)
+        h_2 = tl.load(H + row * 1152 + c_2).to(tl.float32)
+        mean = tl.load(MEAN + row)
+        rstd = tl.load(RSTD + row)
+        xhat_0 = (h_0 - mean) * rstd
+        sum_scale_0 += dy_0 * xhat_0
+        sum_shift_0 += dy_0
+        w_0 = dy_0 * gain_0
+        xhat_1 = (h_1 - mean) * rstd
+        sum_scale_1 += dy_1 * xhat_1
+        sum_shift_1 += dy_1
+        w_1 = dy_1 * gain_1
+        xhat_2 = (h_2 - mean) * rstd
+        sum_scale_2 += dy_2 * xhat_2
+        sum_shift_2 += dy_2
+        w_2 = dy_2 * gain_2
+        mean_w, mean_wx = tl.split((tl.sum(tl.join(w_0 + w_1, w_0 * xhat_0 + w_1 * xhat_1), 0) + tl.sum(tl.join(w_2, w_2 * xhat_2), 0)) * 0.0008680555555555555)
+        total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd
+        total_1 = (w_1 - mean_w - xhat_1 * mean_wx) * rstd
+        total_2 = (w_2 - mean_w - xhat_2 * mean_wx) * rstd
+        tl.store(DX + row * 1152 + c_0, (total_0).to(tl.bfloat16))
+        tl.store(DX + row * 1152 + c_1, (total_1).to(tl.bfloat16))
+        tl.store(DX + row * 1152 + c_2, (total_2).to(tl.bfloat16))
+    partial = PARTIAL + tl.program_id(0).to(tl.int64) * 2304
+    tl.store(partial + c_0, sum_scale_0)
+    tl.store(partial + c_1, sum_scale_1)
+    tl.store(partial + c_2, sum_scale_2)
+    tl.store(partial + 1152 + c_0, sum_shift_0)
+    tl.store(partial + 1152 + c_1, sum_shift_1)
+    tl.store(partial + 1152 + c_2, sum_shift_2)
+
+
+@triton.jit
+def norm_modulate_sums(PARTIAL, DSCALE, DSHIFT, P):
+    tile = tl.program_id(0) % 36
+    which = tl.program_id(0) // 36 % 2
+    group = tl.program_id(0).to(tl.int64) // 72
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128)
+    start = PARTIAL + group * P * 2304 + tl.where(which == 1, 1152, 0)
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
+        inside = (first + r < P)[:, None] & (c < 1152)[None, :]
+        total += tl.load(start + (first + r)[:, None] * 2304 + c[None, :], mask=inside, other=0.0)
+    value = tl.sum(total, 0)
+    if which == 0:
+        tl.store(DSCALE + group * 1152 + c, value.to(tl.float32), mask=c < 1152)
+    if which == 1:
+        tl.store(DSHIFT + group * 1152 + c, value.to(tl.float32), mask=c < 1152)
