@@ -69,7 +69,7 @@ def choose(head_dim: int, dtype: torch.dtype, device: str, target: str | None, g
     if any(k > m for k, m in zip(cut, spec.MAX_WINDOW)):
         return Choice("reference", f"the window {cut} is over {spec.MAX_WINDOW}")
     if offsets in ("none", "whole"):
-        return Choice("window", "no offsets to interpolate at" if offsets == "none" else "whole offsets without gradient")
+        return Choice("window", "no offsets: nothing to interpolate" if offsets == "none" else "whole offsets")
     if target == "sm90":
         return Choice("fused", "offsets on Hopper: interpolation in registers")
     return Choice("lattice", f"offsets on {target}: accumulators there do not hold lattice neighbours in registers")

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from graphopt.codegen.compiler import gpu_target
 from graphopt.codegen.dsa import engines, kernels
 from graphopt.codegen.dsa.spec import ROWS, Spec, Triple
-from graphopt.codegen.readiness import gpu_target
 from graphopt.errors import CodegenError
 
 # pointers that are not of the inputs' dtype
 FP32 = ("OFFSETS", "LSE", "DELTA", "DLSE", "DOFFSETS", "S", "P")
 WORDS = ("TAPS", "WORDS", "BASES", "REACH", "BOXES")
+SIZES = ("T", "H", "W", "BT", "BH", "BW", "CT", "CH", "CW", "N", "L")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -38,7 +39,8 @@ def kernels_of(engine: str, spec: Spec, share: int = 1) -> list[tuple[Any, dict[
     out = [
         sums, (lattice.tile_reach, {**narrow, "M": ROWS}, 2),
         (module.expand, {"BQ": 8, **half}, 2), (lattice.spread, {**wide, "HIGH": True}, 3),
-        (lattice.query_boxes, {**narrow, "BLOCK": 512, "WIDE": False}, 2), (lattice.gather, {**wide, "SHARE": share}, 3)]
+        (lattice.query_boxes, {**narrow, "BLOCK": 512, "WIDE": False}, 2),
+        (lattice.gather, {**wide, "SHARE": share}, 3)]
     if engine == "fused":
         return [*out, (module.forward, {**size, **half}, 3), (module.taps, {**size, **half}, 2)]
     soften = {**narrow, **half, "WP": 1 << (KW - 1).bit_length(), "BQ": 16}
@@ -52,13 +54,14 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], stages: int, dtype: t
                    whole: bool = False) -> Any:
     """Triton's compiled kernel.  `whole`: offsets are integers."""
     import triton
+    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name.isupper() and name not in ("T", "H", "W", "BT", "BH", "BW", "CT", "CH", "CW", "N", "L"):
+        elif name.isupper() and name not in SIZES:
             word = name in WORDS or (whole and name == "OFFSETS")
             signature[name] = "*" + ("i32" if word else "fp32" if name in FP32 else NAMES[dtype])
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -69,7 +72,8 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], stages: int, dtype: t
             if name[-2:] in ("_b", "_h", "_n") and not name.startswith("o_"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=gpu_target(target), options={"num_warps": 4, "num_stages": stages})
+    options = {"num_warps": 4, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget(*gpu_target(target)), options=options)
 
 
 @cache
