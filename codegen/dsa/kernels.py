@@ -37,6 +37,11 @@ def same_token_stride(v: Tensor, k: Tensor) -> Tensor:
     return torch.empty_strided(k.shape, k.stride(), dtype=v.dtype, device=v.device).copy_(v)
 
 
+def walkable(x: Tensor, grid: Triple) -> Tensor:
+    """x, copied if the 32-bit offsets of a chunk of planes do not reach: the fused kernels hold those per thread."""
+    return x if (3 * grid[1] * grid[2] + 16) * x.stride(2) < 1 << 31 else x.contiguous()
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: Triple, window: Triple, scale: float,
             tile: Triple | None = None, stages: int = 3) -> tuple[Tensor, Tensor]:
     """(y, lse) of the fused kernel.
@@ -44,6 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: Triple, wind
     q, k, v in bf16 or fp16 with a contiguous last dimension; offsets [B, g, N, 3] fp32; window already cut to the grid.
     """
     B, heads, N, D = q.shape
+    k = walkable(k, grid)
     v = same_token_stride(v, k)
     s = Spec(window, D, q.dtype)
     tile = tile or spec.query_tile(window, grid)
@@ -81,6 +87,7 @@ class Backward:
 
         self.cdiv, self.lattice = triton.cdiv, lattice
         B, self.heads, self.N, D = q.shape
+        given, k = k, walkable(k, grid)
         self.dy, self.q, self.k, self.v = dy, q, k, same_token_stride(v, k)
         self.offsets, self.y, self.lse = offsets, y, lse
         self.grid, self.window, self.scale = grid, window, scale
@@ -90,7 +97,7 @@ class Backward:
         self.module = fused(window, self.spec.padded_dim != D, with_offsets)
         self.wide = max(grid) > PACKED_AXIS
         new = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device=q.device)  # noqa: E731
-        self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(given), torch.empty_like(v)
         self.doffsets = new(B, self.heads, self.N, 3, dtype=torch.float32) if with_offsets else None
         self.delta = torch.empty_like(lse)
         self.chunk = min(self.heads, spec.head_chunk(self.spec, self.N, self.heads, self.share, self.lattices))

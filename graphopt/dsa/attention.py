@@ -104,11 +104,12 @@ def merge(y1: Tensor, lse1: Tensor, y2: Tensor, lse2: Tensor) -> Tensor:
 def explain(q: Tensor, offsets: Tensor | None = None, *, grid: Grid, window: Grid = (3, 7, 7),
             boundary: str = "inside") -> engines.Choice:
     """Which engine a call would use, and why: `.engine`, `.reason`.  Nothing is computed; q may be a meta tensor."""
-    return _choice(q, offsets, grid, window, boundary)
+    return _choice(q, offsets, grid, window, boundary, engines.target_of(q.device))
 
 
-def _choice(q: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, boundary: str) -> engines.Choice:
+def _choice(q: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, boundary: str,
+            target: str | None = None) -> engines.Choice:
+    # without a target the operator is right and only the engine within it open: Dynamo traces through here
     kind: Any = "none" if offsets is None else "tap" if offsets.dim() == 5 else (
         "whole" if checks.integer_offsets(offsets) else "shift")
-    target = engines.target_of(q.device)
     return engines.choose(q.shape[-1], q.dtype, q.device.type, target, grid, window, kind, boundary)

@@ -24,6 +24,8 @@ TABLE = [
     ((128, BF, "cpu", None, GRID, WINDOW, "shift"), "reference"),
     ((128, BF, "cuda", "sm90", (2, 5, 6), WINDOW, "shift"), "dense"),
     ((128, BF, "cuda", "sm90", (2, 5, 8), WINDOW, "shift"), "fused"),
+    ((128, BF, "cuda", "sm90", (64, 68, 120), WINDOW, "shift"), "fused"),
+    ((128, BF, "cuda", "sm90", (500, 68, 120), (7, 15, 15), "shift"), "reference"),
 ]
 
 

@@ -75,14 +75,14 @@ def _poison(monkeypatch) -> None:
 
 
 CASES = {
-    "odd grid": {"grid": (3, 5, 7), "window": (3, 3, 3)},
-    "one frame": {"grid": (1, 5, 7), "window": (3, 3, 3)},
+    "odd grid": {"grid": (3, 4, 5), "window": (3, 3, 3)},
+    "one frame": {"grid": (1, 4, 5), "window": (3, 3, 3)},
     "even window, global axis": {"grid": (2, 5, 9), "window": (4, 2, 4)},
     "several passes in w": {"grid": (2, 3, 17), "window": (2, 2, 14), "size": 1.0},
-    "several chunks in t": {"grid": (7, 3, 4), "window": (5, 2, 2)},
-    "far offsets": {"grid": (3, 6, 8), "window": (2, 3, 3), "size": 6.0},
-    "shared heads, groups, batch": {"grid": (2, 3, 5), "window": (2, 2, 3), "heads": 4, "kv": 2, "groups": 1, "B": 2},
-    "heads behind tokens": {"grid": (2, 4, 5), "window": (2, 3, 3), "heads": 2, "layout": "bnhd"},
+    "several chunks in t": {"grid": (7, 2, 3), "window": (5, 2, 2)},
+    "far offsets": {"grid": (2, 4, 5), "window": (2, 3, 3), "size": 6.0},
+    "shared heads, groups, batch": {"grid": (2, 3, 4), "window": (2, 2, 3), "heads": 4, "kv": 2, "groups": 2, "B": 1},
+    "heads behind tokens": {"grid": (2, 3, 4), "window": (2, 2, 3), "B": 2, "layout": "bnhd"},
     "head dimension 12": {"grid": (2, 3, 5), "window": (2, 2, 3), "D": 12},
     "no gradient for offsets": {"grid": (2, 3, 5), "window": (2, 2, 3), "with_offsets": False},
 }
@@ -90,10 +90,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_against_fp64(case, device) -> None:
-    attend_and_check(device, **case, twice=case["grid"] == (3, 5, 7))
+    attend_and_check(device, **case, twice=case["grid"] == (3, 4, 5))
 
 
-@pytest.mark.parametrize("case", ["odd grid", "shared heads, groups, batch", "head dimension 12"])
+@pytest.mark.parametrize("case", ["odd grid", "shared heads, groups, batch"])
 def test_portable_engine_against_fp64(case, device) -> None:
     attend_and_check(device, **CASES[case], module=portable, twice=False, limits=(4e-3, 5e-3))
 
@@ -148,29 +148,26 @@ def test_offsets_that_are_not_finite(device) -> None:
 
 
 def test_a_key_tile_that_no_query_reaches_has_an_empty_box(device) -> None:
-    grid, window = (1, 12, 14), (1, 2, 2)
-    offsets = torch.full((1, 1, 168, 3), -50.0, device=device)  # all look at the first corner
-    _, grads = attend_and_check(device, grid, window, offsets=offsets)
-    dk = grads[1].view(12, 14, -1)
+    grid, window = (1, 8, 9), (1, 2, 2)
+    offsets = torch.full((1, 1, 72, 3), -50.0, device=device)  # all look at the first corner
+    _, grads = attend_and_check(device, grid, window, offsets=offsets, twice=False)
+    dk = grads[1].view(8, 9, -1)
     assert dk[3:].count_nonzero() == 0
     assert dk[:2, :2].count_nonzero() > 0
 
 
 def test_chunks_of_heads_do_not_change_gradients(device, monkeypatch) -> None:
-    one = attend_and_check(device, (2, 3, 5), (2, 2, 3), heads=3)
-    torch.manual_seed(0)
-    a = attend_and_check(device, (2, 3, 4), (2, 2, 2), heads=3)
+    a = attend_and_check(device, (2, 3, 3), (2, 2, 2), heads=2, twice=False)
     monkeypatch.setattr(spec, "SCRATCH_BYTES", 1)
-    torch.manual_seed(0)
-    b = attend_and_check(device, (2, 3, 4), (2, 2, 2), heads=3)
+    torch.manual_seed(0)  # as the fixture did
+    b = attend_and_check(device, (2, 3, 3), (2, 2, 2), heads=2, twice=False)
     for x, y in zip(a[1], b[1]):
         assert torch.equal(x, y)
-    assert one[0].isfinite().all()
 
 
 def test_axes_beyond_the_packed_coordinates(device, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "PACKED_AXIS", 3)
-    attend_and_check(device, (2, 4, 5), (2, 2, 3))
+    attend_and_check(device, (2, 4, 4), (2, 2, 3), twice=False)
 
 
 @pytest.mark.gpu
