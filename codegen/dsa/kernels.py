@@ -43,7 +43,7 @@ def walkable(x: Tensor, grid: Triple) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: Triple, window: Triple, scale: float,
-            tile: Triple | None = None, stages: int = 3) -> tuple[Tensor, Tensor]:
+            tile: Triple | None = None, stages: int = 3, fixed: bool | None = None) -> tuple[Tensor, Tensor]:
     """(y, lse) of the fused kernel.
 
     q, k, v in bf16 or fp16 with a contiguous last dimension; offsets [B, g, N, 3] fp32; window already cut to the grid.
@@ -57,7 +57,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: Triple, wind
     lse = torch.empty((B, heads, N), dtype=torch.float32, device=q.device)
     reach = torch.empty((B * heads, spec.tiles(grid, tile), 8), dtype=torch.int32, device=q.device)
     run_reach(offsets, reach, grid, tile, window, heads, 0, B * heads)
-    fused(window, s.padded_dim != D, True).forward[(spec.tiles(grid, tile), B * heads)](
+    module = fused(window, s.padded_dim != D, True)
+    # weights up to 2^64 relative to the reference overflow fp16
+    fixed = q.dtype != torch.float16 if fixed is None else fixed
+    (module.forward_fixed if fixed else module.forward)[(spec.tiles(grid, tile), B * heads)](
         q, k, v, offsets, reach, y, lse, *grid, *tile, heads, heads // k.shape[1], heads // offsets.shape[1], 0,
         *strides(q), *strides(k), *strides(v)[:2], *strides(offsets), *strides(y), scale * LOG2E,
         *window, D, s.padded_dim, q.dtype == torch.float16, num_warps=4, num_stages=stages)

@@ -42,7 +42,8 @@ def kernels_of(engine: str, spec: Spec, share: int = 1) -> list[tuple[Any, dict[
         (lattice.query_boxes, {**narrow, "BLOCK": 512, "WIDE": False}, 2),
         (lattice.gather, {**wide, "SHARE": share}, 3)]
     if engine == "fused":
-        return [*out, (module.forward, {**size, **half}, 3), (module.taps, {**size, **half}, 2)]
+        forward = module.forward if spec.dtype == torch.float16 else module.forward_fixed
+        return [*out, (forward, {**size, **half}, 3), (module.taps, {**size, **half}, 2)]
     soften = {**narrow, **half, "WP": 1 << (KW - 1).bit_length(), "BQ": 16}
     score = {k: v for k, v in wide.items() if k != "HALF"}
     return [*out, (lattice.spread, {**wide, "HIGH": False}, 3), (scores.score, score, 2),

@@ -130,6 +130,20 @@ def test_window_engine_against_fp64(case, device) -> None:
         assert relative(a, b) < limit or b.norm() < 1e-9, name
 
 
+@pytest.mark.parametrize("size", [1.0, 400.0])
+def test_scores_far_from_the_fixed_reference(device, size) -> None:
+    grid, window, N = (2, 4, 5), (2, 3, 3), 40
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (torch.randn(1, 1, N, 64, device=device, dtype=dtype) for _ in range(3))
+    q = q * size
+    offsets = torch.randn(1, 1, N, 3, device=device)
+    fast, slow = (kernels.forward(q, k, v, offsets, grid, window, 0.1, fixed=f) for f in (True, False))
+    want, lse = reference.forward(q.double(), k.double(), v.double(), offsets, grid, window, 0.1)
+    for y, got in (fast, slow):
+        assert relative(y, want) < 4e-3
+        assert ((got - lse) / lse.abs().clamp(min=1)).abs().max() < 1e-5
+
+
 def test_zero_offsets_at_borders(device) -> None:
     grid = (3, 4, 5)
     attend_and_check(device, grid, (3, 3, 3), offsets=torch.zeros(1, 1, 60, 3, device=device))
@@ -183,5 +197,5 @@ def test_one_compile_for_all_grids() -> None:
     module = kernels.fused((3, 3, 3), False, True)
     for grid in ((3, 5, 7), (4, 6, 8), (5, 16, 16), (9, 10, 11), (3, 64, 3), (16, 8, 32), (7, 7, 7), (13, 20, 36)):
         attend_and_check("cuda", grid, (3, 3, 3), heads=2, D=128)
-    for kernel in (module.forward, module.taps, module.expand):
+    for kernel in (module.forward_fixed, module.taps, module.expand):
         assert sum(len(c[0]) for c in kernel.device_caches.values()) == 1, kernel
