@@ -181,8 +181,8 @@ RESET = """    acc = tl.zeros([M, DP], tl.float32)
 def forward_source(rows: int, padded: bool, fixed: bool) -> str:
     """Kernel `forward` or `forward_fixed`: Q, K, V, OFFSETS, REACH -> Y, LSE.
 
-    `fixed` (bf16 only) takes the score of the window's middle key as every row's reference instead of a running maximum,
-    so nothing is rescaled; a tile where some row's maximum is 2^64 away from it is computed again with the maximum.
+    `fixed` (bf16 only) takes the score of the window's middle key as a row's reference instead of a running maximum, so
+    nothing is rescaled; a tile where some row's maximum is 2^64 away from it is computed again with the maximum.
     """
     mask = PAD if padded else ""
     s = _head("forward_fixed" if fixed else "forward", "Q, K, V, OFFSETS, REACH, Y, LSE", FORWARD_CAP, rows)
