@@ -19,6 +19,8 @@ NIGHTLY = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly"]
 PARTS = {
     "graphopt": [*NIGHTLY, "tests/graphopt"],
     "schedule": [*NIGHTLY, "tests/schedule"],
+    "passes": [*NIGHTLY, "tests/passes"],
+    "inspect": [sys.executable, "benchmarks/inspect_zoo.py"],
     "match": [sys.executable, "benchmarks/match.py"],
 }
 
