@@ -64,6 +64,7 @@ def test_right_sites_pass_and_the_report_says_how_close(dtype) -> None:
     assert graphopt.report(step).count("modulate", "rewritten") == 1
     found = checked(step)
     assert len(found) == 2
+    assert "verified 2 operators; closest to its limit" in str(graphopt.report(step))
     for c in found:
         assert c.ok
         assert 0 < c.error <= c.limit
