@@ -330,7 +330,7 @@ def test_the_page_of_a_real_compile(tmp_path: Path) -> None:
     page = path.read_text()
     assert page.startswith("<!doctype html>")
     assert "a &lt;b&gt; run" in page
-    assert "blocks.0..2" in page
+    assert "blocks.1..2" in page
     assert 'id="graph"' not in page, "a report holds no graphs"
     with pytest.raises(ConfigError, match="cannot be written"):
         graphopt.report(step).to_html(tmp_path / "report.html" / "below")
