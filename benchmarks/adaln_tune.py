@@ -2,10 +2,11 @@
 
     python benchmarks/adaln_tune.py [--cases F1f:1x32760x1536,F2b:2x16384x3072] [--seconds 200] [--out FOLDER]
 
-A case is a fusion, a direction (f, b) and a shape.  The closed form is measured first, marked `*`, then its
-neighbours.  Times are CUDA-graph replays of the kernel alone (the backward without its second stage), bf16 activations,
-fp32 factors; `share` is the floor (bytes that must move over the measured copy bandwidth) over the time.  Prints one
-line per configuration, best first, and writes results/<machine>/adaln_tune.json.
+A case is a fusion of `FORMS`, a direction and a shape.  f and b are the forward and the backward kernel, s the second
+stage of the backward.  The closed form is measured first, marked `*`, then its neighbours (`--only`: it alone).  Times
+are CUDA-graph replays of one kernel, bf16 activations, fp32 factors; `share` is the floor (bytes of every [B, N, D]
+tensor it reads or writes, over the measured copy bandwidth) over the time.  Prints the best configurations and writes
+results/<machine>/adaln_tune.json.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import argparse
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from _results import copy_tb_per_s, save
@@ -23,15 +26,37 @@ from _results import copy_tb_per_s, save
 from graphopt.codegen import kernels, store
 from graphopt.codegen.configure import Configuration, configure, cut
 from graphopt.codegen.emit import emit
-from graphopt.schedule.site_cost import UNITS
+from graphopt.codegen.emit_sums import WARPS, emit_sums, tile
 
-CASES = ("F1f:8x4096x1152,F1f:1x32760x1536,F1b:8x4096x1152,F1b:1x32760x1536,F2f:8x4096x1152,F2b:8x4096x1152,"
-         "F1f:2x16384x3072,F1b:2x16384x3072,F2b:1x32760x1536,F2b:2x16384x3072,F2f:1x32760x1536,F1f:1x4096x3072,"
-         "F1b:1x4096x3072,F2b:1x4096x3072,F1b:1x75600x5120,F2b:1x75600x5120")
-NAMES = {"F1": "norm_modulate", "F2": "gate_norm_modulate", "F3": "gate_residual", "F2a": "gate_norm"}
+CASES = ("F1f:8x4096x1152,F1b:8x4096x1152,F2f:8x4096x1152,F2b:8x4096x1152,F1f:1x32760x1536,F1b:1x32760x1536,"
+         "F2f:1x32760x1536,F2b:1x32760x1536,F1f:2x16384x3072,F1b:2x16384x3072,F2f:2x16384x3072,F2b:2x16384x3072,"
+         "F1f:1x75600x5120,F1b:1x75600x5120,F2f:1x75600x5120,F2b:1x75600x5120")
 
 
-def replayed(f) -> float:
+@dataclass(frozen=True)
+class Form:
+    """What a fusion is made of; "t" factors have one row per token, "h" ones are bf16."""
+
+    outputs: str = "scale+shift"
+    gate: bool = True
+    norm: str = "layer_norm"
+    branch_norm: str = "none"
+    affine: bool = False
+    per_token: bool = False
+    half: bool = False
+
+
+FORMS = {
+    "F1": Form(gate=False), "F2": Form(), "F2a": Form(outputs="plain", affine=True),
+    "F3": Form(outputs="", norm="none"), "F4": Form(outputs="scale+shift scale+shift", gate=False),
+    "F1r": Form(gate=False, norm="rms_norm", outputs="scale"),
+    "F5": Form(outputs="scale", norm="rms_norm", branch_norm="rms_norm"),
+    "F1t": Form(gate=False, per_token=True), "F2t": Form(per_token=True),
+    "F1h": Form(gate=False, half=True), "F2h": Form(half=True),
+}
+
+
+def replayed(f: Callable[[], Any]) -> float:
     """Median microseconds of one call, replayed from a CUDA graph."""
     from triton.testing import do_bench
 
@@ -45,148 +70,179 @@ def replayed(f) -> float:
     return 1e3 * do_bench(graph.replay, warmup=4, rep=25, return_mode="median")
 
 
-def launcher(code: str, B: int, N: int, D: int):
-    """(spec, function of a configuration that returns a launch)."""
-    fusion, direction = code[:-1], code[-1]
-    new = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-    factor = lambda: 0.3 * torch.randn(B, 1, D, device="cuda")
-    gated, normed, affine = fusion != "F1", fusion != "F3", fusion == "F2a"
-    x, branch, gate = new(B, N, D), new(B, N, D) if gated else None, factor() if gated else None
-    weight, bias = (torch.ones(D, device="cuda"), torch.zeros(D, device="cuda")) if affine else (None, None)
-    modulation = [factor(), factor()] if normed and not affine else []
-    outputs = "" if not normed else "plain" if affine else "scale+shift"
-    norm = "layer_norm" if normed else "none"
-    front = (gate, None, None, None, weight, bias, modulation, outputs, norm)
-    bf = torch.bfloat16
-    if direction == "f":
-        prepared = kernels.prepare_forward(x, branch, *front, 1e-6, 1.0, "none", 0.0, "identity", bf, bf, "")
-    else:
-        h = kernels.forward(x, branch, *front, 1e-6, 1.0, "none", 0.0, "identity", bf, bf, "")
-        saved = h[0] if gated else x
-        prepared = kernels.prepare_backward(new(B, N, D) if gated else None, [new(B, N, D)] if normed else [], saved,
-                                            branch, *front, 1.0, "none", "identity", bf)
-    spec, plan, given = prepared
-    empty = lambda *shape, dtype=torch.float32: torch.empty(*shape, device="cuda", dtype=dtype)
-    outs = [empty(B, N, D, dtype=spec.dtype(t)) for t in spec.rows_out]
-    statistics = [empty(B * N).fill_(1.0) for _ in spec.statistics]
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+class Case:
+    """One kernel of one form on one shape."""
 
-    def launch(config: Configuration):
-        kernel = getattr(store.load(spec.function, emit(spec, config)), spec.function)
-        args = [given[t] for t in (*spec.rows_in, *spec.factors)] + outs + statistics
-        if direction == "f":
-            P = -(-N // config.rows)
-            sizes, grid = ([N, P], B * P) if config.rows > 1 else ([N], B * N)
+    def __init__(self, text: str) -> None:
+        self.text = text
+        code, shape = text.split(":")
+        self.form, self.direction = FORMS[code[:-1]], code[-1]
+        self.B, self.N, self.D = map(int, shape.split("x"))
+        self.sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self.prepare()
+        self.base = configure(self.spec)
+        if self.direction == "s":
+            self.base = replace(self.base, blocks=tile(self.D), warps=WARPS)
+
+    def prepare(self) -> None:
+        """Random operands, the spec and the plan."""
+        B, N, D, f = self.B, self.N, self.D, self.form
+        new = lambda: torch.randn(B, N, D, device="cuda", dtype=torch.bfloat16)
+        kind = torch.bfloat16 if f.half else torch.float32
+        factor = lambda: 0.3 * torch.randn(B, N if f.per_token else 1, D, device="cuda", dtype=kind)
+        vector = lambda there: torch.ones(D, device="cuda", dtype=kind) if there else None
+        gated, normed = f.gate, f.norm != "none"
+        x, branch, gate = new(), new() if gated else None, factor() if gated else None
+        modulation = [factor() for word in f.outputs.split() if word != "plain" for _ in word.split("+")]
+        branch_normed = f.branch_norm != "none"
+        weight, bias = vector(f.affine), vector(f.affine)
+        front = (gate, None, vector(branch_normed), None, weight, bias, modulation, f.outputs, f.norm)
+        bf, activation = torch.bfloat16, "tanh" if branch_normed else "identity"
+        if self.direction == "f":
+            prepared = kernels.prepare_forward(
+                x, branch, *front, 1e-6, 1.0, f.branch_norm, 1e-6, activation, bf, bf, ""
+            )
         else:
-            P = max(1, min(sms * config.programs_per_sm // B, (N + 3) // 4))
-            sizes, grid = [N, P], B * P
-            args += [empty(B * P, len(spec.sums) * D)] if spec.sums else []
-        strides = kernels._strides(spec, plan)
-        return lambda: kernel[(grid,)](*args, *sizes, *strides, num_warps=config.warps)
+            dys = [new() for _ in f.outputs.split()] if normed else []
+            prepared = kernels.prepare_backward(new() if gated else None, dys, x, branch, *front, 1.0, f.branch_norm,
+                                                activation, bf)
+        self.spec, self.plan, self.given = prepared
+        empty = lambda dtype: torch.empty(B, N, D, device="cuda", dtype=dtype)
+        self.outs = [empty(self.spec.dtype(t)) for t in self.spec.rows_out]
+        self.statistics = [torch.ones(B * N, device="cuda") for _ in self.spec.statistics]
 
-    return spec, launch
+    @property
+    def floor_bytes(self) -> int:
+        """Bytes of every [B, N, D] tensor read or written; of the partial sums for a second stage."""
+        if self.direction == "s":
+            return 4 * len(self.spec.sums) * self.D * self.programs(configure(self.spec))
+        s = self.spec
+        streams = (*s.rows_in, *s.rows_out, *(f for f in s.factors if s.per_token(f)))
+        return sum(s.dtype(t).itemsize for t in streams) * self.B * self.N * self.D
 
+    def programs(self, config: Configuration) -> int:
+        """Programs of a persistent kernel."""
+        return self.B * max(1, min(self.sms * config.programs_per_sm // self.B, (self.N + 3) // 4))
 
-def neighbours(code: str, D: int, base: Configuration, row_bytes: int) -> list[Configuration]:
-    """Configurations near the closed form."""
-    found: list[Configuration] = []
-    base_per_sm = base.programs_per_sm
-    if code[-1] == "f":
-        for warps in (1, 2, 4):
-            if D // warps <= 2048:
-                found.append(Configuration(cut(D, 256 * warps), warps, 0, 0))
-        for warps, width in ((1, 256), (1, 128), (2, 512), (4, 1024)):
-            if D // warps > 1600:
-                continue
-            for rows, stages in ((2, 3), (4, 3), (4, 4), (4, 5), (8, 4), (8, 5), (16, 4)):
-                found.append(Configuration(cut(D, width), warps, stages, 0, rows))
+    def launch(self, config: Configuration) -> Callable[[], Any]:
+        """A launch with this configuration."""
+        s, B, N, D = self.spec, self.B, self.N, self.D
+        if self.direction == "s":
+            results = tuple((f"d{f}", k * D, torch.float32) for k, f in enumerate(s.sums))
+            name = f"{s.name}_sums"
+            source = emit_sums(name, D, len(s.sums) * D, results, config.blocks)
+            outs = [torch.empty(B, D, device="cuda") for _ in results]
+            programs = self.programs(configure(s))
+            partial = torch.ones(programs, len(s.sums) * D, device="cuda")
+            grid = (-(-D // config.blocks[1]) * len(outs) * B,)
+            kernel = getattr(store.load(name, source), name)
+            return lambda: kernel[grid](partial, *outs, programs // B, num_warps=config.warps)
+        kernel = getattr(store.load(s.function, emit(s, config)), s.function)
+        args = [self.given[t] for t in (*s.rows_in, *s.factors)] + self.outs + self.statistics
+        if self.direction == "f":
+            P = -(-N // config.rows)
+            sizes, grid = ([N, P], (B * P,)) if config.rows > 1 else ([N], (B * N,))
+        else:
+            grid = (self.programs(config),)
+            sizes = [N, grid[0] // B]
+            args += [torch.empty(grid[0], len(s.sums) * D, device="cuda")] if s.sums else []
+        strides = kernels._strides(s, self.plan)
+        return lambda: kernel[grid](*args, *sizes, *strides, num_warps=config.warps)
+
+    def neighbours(self) -> list[Configuration]:
+        """Configurations near the closed form."""
+        D, base, found = self.D, self.base, []
+        if self.direction == "s":
+            shapes = ((64, 32), (128, 16), (128, 32), (256, 16), (256, 32), (64, 64), (128, 64), (64, 16), (32, 128))
+            return [replace(base, blocks=shape, warps=w) for shape in shapes for w in (4, 8)]
+        if self.direction == "f":
+            for warps in (1, 2, 4):
+                if D // warps <= 2048:
+                    found.append(Configuration(cut(D, 256 * warps), warps, 0, 0))
+            for warps, width in ((1, 256), (1, 128), (2, 512), (4, 1024)):
+                if D // warps <= 1600:
+                    found += [Configuration(cut(D, width), warps, stages, 0, rows)
+                              for rows, stages in ((2, 3), (4, 3), (4, 4), (4, 5), (3, 3), (8, 3), (8, 4))]
+            return found
+        s = self.spec
+        row_bytes = D * sum(s.dtype(t).itemsize for t in (*s.rows_in, *(f for f in s.factors if s.per_token(f))))
+        for joint in (base.joint, not base.joint):
+            for warps in sorted({max(1, base.warps // 2), base.warps, min(16, base.warps * 2)}):
+                for blocks in sorted({cut(D, 256 * warps), cut(D, 128 * warps)}):
+                    for per_sm in range(max(1, base.programs_per_sm - 1), base.programs_per_sm + 2):
+                        for stages in range(3, base.stages + 4):
+                            ring = (stages - 1) * per_sm * row_bytes
+                            if (36e3 < ring < 125e3 or stages == 3) and ring < 220e3 and D / warps < 1700:
+                                found.append(Configuration(blocks, warps, stages, per_sm, joint=joint))
+            found += [replace(base, joint=joint, stages=0), replace(base, joint=joint, stages=0, programs_per_sm=4)]
         return found
-    for joint in (False, True):
-        found.append(replace(base, joint=joint))
-        for warps in sorted({max(1, base.warps // 2), base.warps, base.warps * 2}):
-            for blocks in sorted({cut(D, 256 * warps), cut(D, 128 * warps)}):
-                for per_sm in sorted({max(1, base_per_sm - 1), base_per_sm, base_per_sm + 1}):
-                    for stages in range(base.stages - 1, base.stages + 3):
-                        ring = (stages - 1) * per_sm * row_bytes
-                        if stages >= 3 and 40e3 < ring < 130e3 and D / warps < 1700:
-                            found.append(Configuration(blocks, warps, stages, per_sm, joint=joint))
-    return found
+
+    def candidates(self, only: bool) -> list[Configuration]:
+        """The closed form, then its neighbours, those that differ least first."""
+        own = asdict(self.base)
+        differs = lambda c: sum(value != own[name] for name, value in asdict(c).items())
+        near = [] if only else sorted(self.neighbours(), key=differs)
+        return list(dict.fromkeys([self.base, *near]))
 
 
-def candidates(code: str, spec, D: int) -> list[Configuration]:
-    """The closed form, then its neighbours, those that differ least first."""
-    base = configure(spec)
-    row_bytes = sum(spec.dtype(t).itemsize for t in spec.rows_in) * D
-    own = asdict(base)
-    differs = lambda c: sum(value != own[name] for name, value in asdict(c).items())
-    near = sorted(neighbours(code, D, base, row_bytes), key=differs)
-    return list(dict.fromkeys([base, *near]))
-
-
-def warm(cases: list[str], i: int, n: int) -> None:
+def warm(cases: list[str], only: bool, i: int, n: int) -> None:
     """Compile every n-th configuration of every case, from the i-th, by running it once."""
-    for case in cases:
-        code, shape = case.split(":")
-        B, N, D = map(int, shape.split("x"))
-        spec, launch = launcher(code, B, N, D)
-        for config in candidates(code, spec, D)[i::n]:
+    for text in cases:
+        case = Case(text)
+        for config in case.candidates(only)[i::n]:
             try:
-                launch(config)()
+                case.launch(config)()
                 torch.cuda.synchronize()
             except Exception as error:
-                print(f"  {case} {config}: {type(error).__name__} {str(error)[:120]}", flush=True)
+                print(f"  {text} {config}: {type(error).__name__} {str(error)[:120]}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--only", action="store_true", help="measure the closed form alone")
     parser.add_argument("--seconds", type=float, default=200.0, help="time for all cases together")
     parser.add_argument("--workers", type=int, default=12, help="processes that fill Triton's cache first")
+    parser.add_argument("--show", type=int, default=6, help="configurations printed per case")
     parser.add_argument("--warm", help="what a worker does: its share, as i/n")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    cases = args.cases.split(",")
     if args.warm:
-        warm(args.cases.split(","), *map(int, args.warm.split("/")))
+        warm(cases, args.only, *map(int, args.warm.split("/")))
         return
+    start = time.time()
     if args.workers:
-        start = time.time()
-        command = [sys.executable, __file__, "--cases", args.cases, "--warm"]
+        command = [sys.executable, __file__, "--cases", args.cases, *(["--only"] if args.only else []), "--warm"]
         running = [subprocess.Popen([*command, f"{i}/{args.workers}"]) for i in range(args.workers)]
         for process in running:
             process.wait()
-        print(f"compiled in {time.time() - start:.0f} s", flush=True)
     bandwidth = copy_tb_per_s()
-    print(f"copy {bandwidth:.3f} TB/s", flush=True)
-    cases = args.cases.split(",")
+    print(f"compiled in {time.time() - start:.0f} s; copy {bandwidth:.3f} TB/s", flush=True)
     end = time.time() + args.seconds
-    for k, case in enumerate(cases):
+    for k, text in enumerate(cases):
+        case = Case(text)
+        floor = case.floor_bytes / bandwidth / 1e6
         limit = time.time() + (end - time.time()) / (len(cases) - k)
-        code, shape = case.split(":")
-        B, N, D = map(int, shape.split("x"))
-        spec, launch = launcher(code, B, N, D)
-        floor = UNITS[NAMES[code[:-1]]][code[-1] == "b"] * B * N * D * 2 / bandwidth / 1e6
-        base = configure(spec)
-        rows = []
-        for config in candidates(code, spec, D):
-            if time.time() > limit:
+        rows: list[tuple[float, float, Configuration]] = []
+        for config in case.candidates(args.only):
+            if rows and time.time() > limit:
                 break
             try:
-                us = replayed(launch(config))
+                us = replayed(case.launch(config))
             except Exception as error:
                 print(f"  {config}: {type(error).__name__} {str(error)[:120]}", flush=True)
                 continue
             rows.append((floor / us, us, config))
-            if len(rows) > 1 and us > 2 * min(r[1] for r in rows):
-                continue
-        print(f"== {case}: floor {floor:.1f} us, {len(rows)} configurations", flush=True)
-        for share, us, c in sorted(rows, key=lambda r: -r[0])[:7] + [r for r in rows if r[2] == base]:
-            star = "*" if c == base else " "
-            print(f" {star} {share:.3f} {us:8.1f} us  warps {c.warps} stages {c.stages} per_sm {c.programs_per_sm} "
-                  f"rows {c.rows} joint {int(c.joint)} blocks {'+'.join(map(str, c.blocks))}", flush=True)
-        done = [dict(case=case, us=us, share=share, closed_form=c == base, **asdict(c)) for share, us, c in rows]
+        print(f"== {text}: floor {floor:.1f} us, {len(rows)} configurations", flush=True)
+        best = sorted(rows, key=lambda r: -r[0])[:args.show]
+        for share, us, c in best + [r for r in rows if r[2] == case.base and r not in best]:
+            print(f" {'*' if c == case.base else ' '} {share:.3f} {us:8.1f} us  w{c.warps} st{c.stages} "
+                  f"per{c.programs_per_sm} rows{c.rows} j{int(c.joint)} {'+'.join(map(str, c.blocks))}", flush=True)
+        done = [dict(case=text, us=us, share=share, closed_form=c == case.base, **asdict(c)) for share, us, c in rows]
         save("adaln_tune", done, ("case", "blocks", "warps", "stages", "programs_per_sm", "rows", "joint"),
              {"copy_tb_per_s": bandwidth}, args.out)
-        del launch
+        del case
         torch.cuda.empty_cache()
 
 

@@ -13,6 +13,10 @@ from graphopt.codegen.spec import KernelSpec
 # fp32 values of one row a thread may hold, and values of one row in all, before registers spill
 PER_THREAD = 200
 MAX_WARPS = 16
+# bytes of rows on their way into one multiprocessor
+RING_BYTES = 60 * 1024
+# shared memory of one program at most, in KB; GPUs not listed have 99
+SHARED_KB = {"sm80": 163, "sm87": 163, "sm90": 227, "sm100": 227, "sm103": 227}
 # the widest row the forward keeps in registers
 FORWARD_D = 16384
 CHUNK = 4096
@@ -51,10 +55,13 @@ def _forward(spec: KernelSpec) -> Configuration:
     D = spec.D
     if D > FORWARD_D:
         return Configuration((CHUNK,), 8, 0, 0, chunked=True)
-    streams = len(spec.rows_in) + len(spec.rows_out)
-    if 256 < D <= (1536 if streams <= 2 else 1280) and spec.normed:
-        # one warp per row has no block barrier; four rows per program feed the ring
-        return Configuration(cut(D, 256), 1, 4 if streams <= 2 else 5, 0, rows=4)
+    light = len(spec.rows_in) + len(spec.rows_out) <= 2
+    ring = spec.normed and not any(spec.per_token(f) for f in spec.factors) and ring_limit(spec.target) > 0
+    if ring and 256 < D <= 1600:  # one warp per row has no block barrier; a few rows per program feed the ring
+        warps = 1 if light or D <= 1280 else 2
+        return Configuration(cut(D, warps * 256), warps, 3, 0, rows=4 if light and D <= 1280 else 2)
+    if ring and light and 1600 < D <= 4096:
+        return Configuration(cut(D, 1024), 4, 3, 0, rows=4)
     warps = 1 if D <= 256 else 2 if D <= 512 else 4 if D <= 8192 else 8
     return Configuration(cut(D, warps * 256), warps, 0, 0)
 
@@ -69,27 +76,35 @@ def live_values(spec: KernelSpec) -> int:
 
 def one_pass(spec: KernelSpec) -> bool:
     """Do the sums over rows fit in registers beside the row?  Else rows and columns are two kernels."""
-    return spec.D * live_values(spec) <= 100 * 32 * MAX_WARPS
+    return spec.D * live_values(spec) <= 120 * 32 * MAX_WARPS
+
+
+def ring_limit(target: str) -> int:
+    """Bytes of shared memory per multiprocessor that a ring may take; AMD targets form no ring, so none."""
+    return 0 if target.startswith("gfx") else 1024 * (SHARED_KB.get(target, 99) - 3)
 
 
 def _backward(spec: KernelSpec) -> Configuration:
     D = spec.D
-    if spec.part == "rows" and D * live_values(spec) > 100 * 32 * MAX_WARPS:
+    if spec.part == "rows" and not one_pass(spec):
         return Configuration((CHUNK,), 8, 0, 2, chunked=True)
     warps = 1
     while warps < MAX_WARPS and D * live_values(spec) > PER_THREAD * 32 * warps:
         warps *= 2
-    warps = max(warps, 4 if D >= 1400 else 2 if D >= 512 else 1)
     wide = len(spec.rows_in) >= 3
+    warps = max(warps, 16 if wide and D > 4096 else 4 if D >= 1400 and not wide else 2 if D >= 512 else 1)
     if D <= 1400:
         per_sm = 2 if wide else 4
     else:
-        per_sm = 1 if D >= 2560 else 2 if wide else 3
+        per_sm = 1 if wide or D >= 2560 else 2 if D >= 2048 else 3
     streamed = (*spec.rows_in, *(f for f in spec.factors if spec.per_token(f)))
     row_bytes = sum(spec.dtype(n).itemsize for n in streamed) * D * per_sm
-    ring_bytes = (76 if wide else 60) * 1024
-    stages = 1 + min(5, max(2, round(ring_bytes / row_bytes)))
-    return Configuration(cut(D, warps * 256), warps, stages, per_sm)
+    stages = 1 + min(5, max(2, int(RING_BYTES / row_bytes + 0.5)))
+    if (stages - 1) * row_bytes > ring_limit(spec.target):
+        stages = 0
+    # equal sub-blocks need one reduction; 8-byte loads are then no loss
+    equal = warps * 128 if D < 2048 and D % (warps * 128) == 0 and D % (warps * 256) else warps * 256
+    return Configuration(cut(D, equal), warps, stages, per_sm, joint=warps <= 4 or D <= 4096)
 
 
 def cut(D: int, cap: int) -> tuple[int, ...]:

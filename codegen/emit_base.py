@@ -195,19 +195,18 @@ class Base:
         dtype = self.spec.points.get(point)
         if dtype is None or dtype == torch.float32:
             return value
-        return f"({value}).to({TL[dtype]}).to(tl.float32)"
+        value = value if value.startswith("(") and value.endswith(")") and value.count("(") == 1 else f"({value})"
+        return f"{value}.to({TL[dtype]}).to(tl.float32)"
 
     def product(self, value: str, point: str) -> str:
         """A product that numerics="eager" rounds before anything is added to it.
 
-        In fp32 there is no cast to stop the compiler from contracting the two into one fma, so its bits take a
-        detour through an integer addition of a zero that only the hardware knows.
+        The compiler would contract the two into one fma, also across a rounding to bf16 (it computes in bf16 then), so
+        the bits take a detour through an integer addition of a zero that only the hardware knows.
         """
         if not self.spec.rounding:
             return value
-        if point in self.spec.points and self.spec.points[point] != torch.float32:
-            return self.rounded(value, point)
-        return f"(({value}).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)"
+        return f"({self.rounded(f'({value})', point)}.to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)"
 
     def declare_zero(self) -> None:
         """The zero `product` needs."""

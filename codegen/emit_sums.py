@@ -6,18 +6,28 @@ import torch
 
 from graphopt.codegen.emit_base import HEADER, TL
 
+# warps of a program
+WARPS = 8
+
 
 def tile(D: int) -> tuple[int, int]:
-    """Rows and columns that one program adds at a time: many partials of narrow rows, few of very wide ones."""
-    return (128, 32) if D <= 8192 else (16, 256)
+    """Rows and columns that one program adds at a time: many partials of narrow rows, few of very wide ones.
+
+    Each step costs one latency of L2, so the partials of 132 programs are read in one.
+    """
+    return (256, 16) if D <= 8192 else (16, 256)
 
 
-def emit_sums(name: str, D: int, width: int, results: tuple[tuple[str, int, torch.dtype], ...]) -> str:
+def emit_sums(
+    name: str, D: int, width: int, results: tuple[tuple[str, int, torch.dtype], ...],
+    shape: tuple[int, int] | None = None,
+) -> str:
     """Source of the kernel that turns PARTIAL [G * P, width] into one [G, D] tensor per result.
 
-    `results` are (tensor, first column of PARTIAL, dtype).  One program adds a few columns of one result.
+    `results` are (tensor, first column of PARTIAL, dtype).  One program adds a few columns of one result; `shape` are
+    the rows and columns it adds at a time.
     """
-    rows, columns = tile(D)
+    rows, columns = shape or tile(D)
     tiles = (D + columns - 1) // columns
     lines = [
         "@triton.jit",

@@ -20,7 +20,7 @@ from graphopt.codegen import layout, store
 from graphopt.codegen.configure import Configuration, configure, one_pass
 from graphopt.codegen.emit import emit
 from graphopt.codegen.emit_backward import row_means
-from graphopt.codegen.emit_sums import emit_sums, tile
+from graphopt.codegen.emit_sums import WARPS, emit_sums, tile
 from graphopt.codegen.form import split_outputs
 from graphopt.codegen.layout import Plan
 from graphopt.codegen.spec import KernelSpec, numbered
@@ -81,6 +81,23 @@ def _planned(x: Tensor, activations: dict[str, Tensor], factors: dict[str, Tenso
         return plan, dense
 
 
+def target_of(device: torch.device) -> str:
+    """The GPU a kernel is for; sm90 when there is none (the interpreter, tracing)."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "sm90"
+    return local_target(device.index or 0)
+
+
+@cache
+def local_target(index: int) -> str:
+    """A GPU of this machine, such as "sm90" or "gfx942"."""
+    properties = torch.cuda.get_device_properties(index)
+    arch = getattr(properties, "gcnArchName", "")
+    if torch.version.hip and arch:
+        return str(arch).split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
 def _spec(plan: Plan, direction: str, tensors: dict[str, torch.dtype], D: Any, norm: str, **rest: Any) -> KernelSpec:
     kept = tuple((n, code) for n, code in plan.layouts.items() if n in tensors)
     name = kernel_name(tensors, norm, rest["branch_norm"])
@@ -116,7 +133,7 @@ def prepare_forward(
     dtypes |= {numbered("y", i): y_dtype for i in range(len(each))}
     spec = _spec(
         plan, "forward", dtypes, x.shape[-1], norm, eps=eps, offset=offset, branch_norm=branch_norm,
-        branch_eps=branch_eps, activation=activation, rounding=rounding,
+        branch_eps=branch_eps, activation=activation, rounding=rounding, target=target_of(x.device),
     )
     return spec, plan, given
 
@@ -145,7 +162,7 @@ def prepare_backward(
             dtypes[f"d{n}"] = f.dtype if layout.varies(f, h) == frozenset(plan.lead) else torch.float32
     spec = _spec(
         plan, "backward", dtypes, h.shape[-1], norm if arrived else "none", eps=0.0, offset=offset,
-        branch_norm=branch_norm if branch is not None else "none", activation=activation,
+        branch_norm=branch_norm if branch is not None else "none", activation=activation, target=target_of(h.device),
     )
     return spec, plan, given
 
@@ -305,7 +322,7 @@ def _second_stage(
         kernel = sum_kernel(f"{spec.name}_sums", D, width, results)
         columns = tile(D)[1]
         tiles = (D + columns - 1) // columns
-        torch.library.wrap_triton(kernel)[(tiles * len(outs) * G,)](partial, *outs, each, num_warps=4)
+        torch.library.wrap_triton(kernel)[(tiles * len(outs) * G,)](partial, *outs, each, num_warps=WARPS)
 
     for kept, wanted in launches.items():
         outs = [torch.empty(factors[f].shape, dtype=factors[f].dtype, device=h.device) for f, _ in wanted]

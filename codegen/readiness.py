@@ -6,6 +6,7 @@ exist and does not compile.  Compiling needs no GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,14 +24,9 @@ from graphopt.errors import CodegenError
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@cache
 def local_target() -> str:
     """The GPU of this process, such as "sm90" or "gfx942"."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    arch = getattr(properties, "gcnArchName", "")
-    if torch.version.hip and arch:
-        return arch.split(":")[0]
-    return f"sm{properties.major}{properties.minor}"
+    return kernels.local_target(torch.cuda.current_device())
 
 
 def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: str, training: bool) -> str | None:
@@ -51,7 +47,7 @@ def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: 
     if not 1 <= D <= MAX_D:
         raise CodegenError(f"no kernel for D = {D}: supported are 1 to {MAX_D}", remedy="leave this site to Inductor")
     try:
-        wanted = specs(values, attributes, training)
+        wanted = specs(values, attributes, training, target)
     except ValueError as error:
         return f"layout: {error}"
     for spec in wanted:
@@ -59,7 +55,9 @@ def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: 
     return None
 
 
-def specs(values: dict[str, Tensor | None], attributes: dict[str, Any], training: bool) -> list[KernelSpec]:
+def specs(
+    values: dict[str, Tensor | None], attributes: dict[str, Any], training: bool, target: str = "sm90"
+) -> list[KernelSpec]:
     """The kernels a site launches: the forward, and the backward with all gradients arriving, contiguous."""
     x = values["x"]
     if x is None:
@@ -89,7 +87,7 @@ def specs(values: dict[str, Tensor | None], attributes: dict[str, Any], training
             modulation=modulation, **kept, x_dtype=x_dtype,
         )[0]
         out += kernels.backward_parts(backward)
-    return out
+    return [replace(spec, target=target) for spec in out]
 
 
 @cache

@@ -43,6 +43,7 @@ class KernelSpec:
     layouts: (tensor name, layout), layout.py; "dense" where not listed.
     group_dims, row_dims: into how many indices a modulation group and a row of it are taken apart (1 or 2).
     permuted: rows are walked in another order than they lie in.
+    target: the GPU, such as sm90 or gfx942.
     rounding: rounding points of numerics="eager" (form.py); "" rounds once at the end.
     """
 
@@ -62,6 +63,7 @@ class KernelSpec:
     row_dims: int = 1
     permuted: bool = False
     part: Part = "whole"
+    target: str = "sm90"
 
     def __post_init__(self) -> None:
         if not 1 <= self.D <= MAX_D:

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 
 def statically_true(condition: Any) -> bool:
@@ -174,6 +175,18 @@ def _filled(cell: Any) -> bool:
         return False
 
 
+def forward_mode_ad() -> str | None:
+    """"forward-mode AD" inside `torch.autograd.forward_ad.dual_level()`.  torch sets no guard on it."""
+    return "forward-mode AD" if forward_ad._current_level >= 0 else None
+
+
+def has_tangent(args: tuple[Any, ...]) -> bool:
+    """Does one of the arguments of a compiled graph carry a tangent of forward-mode AD?"""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
+
+
 def current_compile_id() -> str:
     """Torch's name of the frame being compiled, such as "0/1" (frame / recompilation)."""
     from torch._guards import CompileContext
@@ -218,13 +231,59 @@ def fake_mode_of(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 
+class FrameAttempt(NamedTuple):
+    """One frame torch tried to trace: its code, and why and where it gave up (None: it did not)."""
 
-def skipped_frames() -> list[str]:
-    """Why torch skipped frames or broke graphs in this process, as far as it counted them."""
+    name: str
+    file: str
+    line: int
+    failed: str | None
+    place: str | None
+    ops: int | None
+
+
+def frame_attempts() -> list[FrameAttempt]:
+    """The frames torch tried to trace since it was last reset (it keeps the newest 64), in order."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    metrics = [m for m in get_compilation_metrics() if m.co_name is not None]
+    starts = [i for i, m in enumerate(metrics) if m.compile_id == "0/0"]  # a reset numbers frames from 0 again
+    return [
+        FrameAttempt(
+            m.co_name or "", m.co_filename or "", m.co_firstlineno or 0,
+            None if m.fail_type is None else (m.fail_reason or m.fail_type),
+            None if m.fail_user_frame_filename is None else f"{m.fail_user_frame_filename}:{m.fail_user_frame_lineno}",
+            m.graph_op_count,
+        )
+        for m in metrics[starts[-1] if starts else 0:]
+    ]
+
+
+def graph_breaks() -> list[tuple[str, list[tuple[str, int, str]]]]:
+    """Why and where torch broke graphs since it was last reset: (reason, [(file, line, function), ..innermost])."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return [(r.reason, [(f.filename, f.lineno or 0, f.name) for f in r.user_stack]) for r in graph_break_reasons]
+
+
+def recompile_limit(code: CodeType) -> int | None:
+    """The limit on compiled versions of a code object, if torch hit it (it runs eagerly from then on), else None."""
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.utils import counters
 
-    reasons = [str(k) for k in counters.get("graph_break", {})] + [str(k) for k in counters.get("unimplemented", {})]
-    return [r.splitlines()[0] for r in reasons[:5] if r]
+    hit = any(str(k).startswith("Dynamo recompile limit exceeded") for k in counters.get("unimplemented", {}))
+    return config.recompile_limit if hit and len(_debug_get_cache_entry_list(code)) >= config.recompile_limit else None
+
+
+def compiling_is_off() -> str | None:
+    """What switched torch.compile off in this process, or None."""
+    from torch._dynamo import config, eval_frame
+
+    if config.disable:
+        return "torch.compile is switched off (torch._dynamo.config.disable or TORCH_COMPILE_DISABLE)"
+    stance = eval_frame._stance.stance
+    return None if stance in ("default", "fail_on_recompile") else f"torch.compiler.set_stance({stance!r}) is in force"
 
 
 def aot_autograd(forward: Callable[..., Any], backward: Callable[..., Any], partition: Callable[..., Any]) -> Any:

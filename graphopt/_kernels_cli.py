@@ -38,6 +38,7 @@ def show(
     layout: Layout = "group",
     norm: Norm = None,
     outputs: Annotated[str | None, typer.Option(help="Outputs, one word each: 'scale+shift plain'.")] = None,
+    target: Annotated[str, typer.Option("--target", help="The GPU.")] = "sm90",
     tables: Annotated[bool, typer.Option("--tables", help="Factors are a table plus an embedding.")] = False,
     rounding: Annotated[str, typer.Option(help="Rounding points of numerics='eager'.")] = "",
 ) -> None:
@@ -51,7 +52,7 @@ def show(
     fusion = max((f for f in FUSIONS if name.startswith(f)), key=len, default=name)
     try:
         found = units(example(fusion, width, dtype=dtype, factors=factors, layout=layout, norm=norm, outputs=outputs,
-                              tables=tables, rounding=rounding))
+                              tables=tables, rounding=rounding, target=target))
         wanted = name.removeprefix(fusion)
         picked = [u for u in found if not wanted or wanted in u.function.removeprefix(found[0].function[:-8])]
         if not picked:
@@ -87,11 +88,12 @@ def compile_(
         targets = target.split(",")
         for t in targets:
             gpu_target(t)
-        each = [u for f in (fusions.split(",") if fusions else FUSIONS) for D in widths.split(",")
-                for u in units(example(f, int(D), dtype=dtype, factors=factors, layout=layout, norm=norm))]
+        kind: dict[str, Any] = dict(dtype=dtype, factors=factors, layout=layout, norm=norm)
+        each = [(t, u) for t in targets for f in (fusions.split(",") if fusions else FUSIONS)
+                for D in widths.split(",") for u in units(example(f, int(D), target=t, **kind))]
     except CodegenError as error:
         raise _fail(error) from error
-    rows = compile_all([(t, u) for t in targets for u in each], jobs or os.cpu_count() or 1)
+    rows = compile_all(each, jobs or os.cpu_count() or 1)
     typer.echo(f"{'target':8s} {'kernel':52s} {'D':>6s} {'warps':>5s} {'registers':>9s} {'spills':>6s} {'shared':>7s}")
     for r in rows:
         figures = r.get("error") or f"{r['registers']:9d} {r['spills']:6d} {r['shared']:7d}"

@@ -128,9 +128,17 @@ def hand_over(
 
 def counted(compiled: Callable[..., Any], record: reporting.GraphRecord) -> Callable[..., Any]:
     """The compiled graph, counting its calls for `Report.count(executed=True)`."""
+    fused = any(site.status == "rewritten" for site in record.sites)
 
     def run(*args: Any) -> Any:
         record.calls += 1
+        if fused and _compat.has_tangent(args):
+            raise GraphoptError(
+                "forward-mode AD through a graph that was compiled without it: fused operators would drop the tangents",
+                where=f"graph {record.compile_id}",
+                remedy="call torch._dynamo.reset() and run it under dual_level first, or run it eagerly there "
+                "(torch.compiler.set_stance('force_eager'))",
+            )
         return compiled(*args)
 
     return run

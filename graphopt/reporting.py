@@ -17,6 +17,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.errors import ConfigError, GraphoptError
+from graphopt.frames import Missed
 from graphopt.passes import user_rules
 from graphopt.passes.record import Kernel, NearMiss, PassRecord, Reject, Site
 from graphopt.schedule.costmodel import write_whole
@@ -90,9 +91,13 @@ def _reasons(report: Report) -> Iterator[Why]:
 
 @dataclass
 class Report:
-    """Everything graphopt did to one compiled callable."""
+    """Everything graphopt did to one compiled callable.
+
+    `missed`: the frames of it that torch kept from the backend, as of the last `graphopt.check`.
+    """
 
     graphs: list[GraphRecord] = field(default_factory=list)
+    missed: list[Missed] = field(default_factory=list)
     codes: set[CodeType] = field(default_factory=set, repr=False)
 
     def add(self, record: GraphRecord) -> None:
@@ -167,7 +172,8 @@ class Report:
 
     def to_json(self, indent: int | None = 1) -> str:
         """The whole report as JSON: version, then graphs in the order they were compiled."""
-        return json.dumps({"version": VERSION, "graphs": [asdict(g) for g in self.graphs]}, indent=indent)
+        graphs, missed = [asdict(g) for g in self.graphs], [asdict(m) for m in self.missed]
+        return json.dumps({"version": VERSION, "graphs": graphs, "missed": missed}, indent=indent)
 
     def to_html(self, path: str | Path, title: str = "graphopt report") -> Path:
         """Write the report as one self-contained page.  (`graphopt.inspect(..).to_html` also shows the graphs.)"""
@@ -185,7 +191,7 @@ class Report:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        lines = [self.summary()]
+        lines = [self.summary(), *(f"not handed over  {m}" for m in self.missed)]
         for i, g in enumerate(self.graphs):
             before, after = (g.passes[0].nodes_before, g.passes[-1].nodes_after) if g.passes else (0, 0)
             lines.append(f"graph {i} [{g.compile_id}]  nodes {before} -> {after}  ran {g.calls} times")

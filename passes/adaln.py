@@ -85,7 +85,7 @@ class AdaLN:
             for match in found.matches:
                 key = f"{i}/{match.root.name}"
                 sites, rewritten = self.decide(match, context, record, failed.get(key))
-                record.sites += sites
+                record.sites += reversed(sites)  # all are reversed at the end
                 if rewritten:
                     chosen.append((match, sites))
                     placed.append((key, i, match))
@@ -220,10 +220,10 @@ def operator_for(match: Match, context: PassContext) -> Any:
 
 
 def needs_grad(match: Match) -> bool:
-    """Will this graph run a backward through the match?"""
-    if not torch.is_grad_enabled() or match.replacement is None:
+    """Will this graph run a backward through the match?  (Its result has no gradient under no_grad.)"""
+    if match.replacement is None:
         return False
-    values = [ops_view.value(n) for n in match.replacement.inputs.values() if n is not None]
+    values = [ops_view.value(n) for n in match.replacement.results]
     return any(v is not None and v.requires_grad for v in values)
 
 
@@ -256,7 +256,7 @@ def _kernels(
     training = match.rule.function is None and needs_grad(match)
     files: dict[str, str] = {}
     if target != "reference" and match.rule.function is None:
-        specs = readiness.specs(operand_values(match), replacement.attributes, training)
+        specs = readiness.specs(operand_values(match), replacement.attributes, training, target)
         files = {listing.kernel_file(s).name: str(readiness.compile_for(s, target)) for s in specs}
     placed = tuple(n.name for n in match.created if n in left)
     out = []

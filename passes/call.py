@@ -40,6 +40,8 @@ def _uncast(node: Node | None) -> Node | None:
         source, target = ops_view.dtype_of(node.args[0]), ops_view.dtype_of(node)
         if source is None or target is None or not ops_view.widens(source, target):
             break
+        if ops_view.detaches(node):
+            break
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -51,9 +53,9 @@ def epsilon(match: Match, prefix: str = "") -> float:
         eps = match[prefix + "eps"]
     elif kind == "rms_norm":
         eps = ops_view.operand(norm, 3, "eps")
-        if eps is None:
-            dtype = ops_view.dtype_of(norm.args[0])
-            eps = torch.finfo(torch.float32 if dtype is None else dtype).eps
+        if eps is None:  # torch takes that of the dtype it computes in, whatever its documentation says
+            wide = ops_view.dtype_of(norm.args[0]) == torch.float64
+            eps = torch.finfo(torch.float64 if wide else torch.float32).eps
     else:
         eps = ops_view.operand(norm, 4, "eps", 1e-5)
     return float(eps.meta["example_value"] if isinstance(eps, Node) else eps)
@@ -62,7 +64,8 @@ def epsilon(match: Match, prefix: str = "") -> float:
 def settle_h(match: Match) -> list[Node]:
     """The nodes that stand for h: those of the narrowest dtype between the gated sum and the norm.
 
-    The casts after them only widen h again, so they are left to whoever else reads them.
+    The casts after them only widen h again, so they are left to whoever else reads them.  Of two dtypes equally wide
+    (fp16 cast to bf16) the later one counts: it is what the norm reads.
     """
     chain = [match["sum"]]
     norm_input = match.get("normed") or match["norm"].args[0]
@@ -72,7 +75,8 @@ def settle_h(match: Match) -> list[Node]:
             break
         chain.append(following)
     width = min(_itemsize(n) for n in chain)
-    h = [n for n in chain if _itemsize(n) == width]
+    last = next(n for n in reversed(chain) if _itemsize(n) == width)
+    h = [n for n in chain if ops_view.dtype_of(n) == ops_view.dtype_of(last)]
     later = chain[chain.index(h[-1]) + 1:]
     match.core[:] = [n for n in match.core if n not in later]
     match.side.extend(n for n in later if n not in match.side)

@@ -19,7 +19,13 @@ _INPLACE_FUNCTIONS = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul", "setitem",
     "ilshift", "irshift", "delitem",
 }
-_CLOSES = {"_exit_autocast": "_enter_autocast"}
+# transforms of torch.func that Dynamo traces into the graph, by the call that opens them
+_TRANSFORMS = {
+    "_grad_increment_nesting": "torch.func.grad",
+    "_jvp_increment_nesting": "torch.func.jvp",
+    "_enter_dual_level": "forward-mode AD",
+    "_vmap_increment_nesting": "torch.func.vmap",
+}
 
 
 @dataclass
@@ -60,6 +66,11 @@ class Facts:
                     todo.append(up)
         return False
 
+    def transform(self, node: Node) -> str | None:
+        """The innermost transform of torch.func a node runs under, such as "torch.func.grad"."""
+        opened = (entry[0] for entry in reversed(self.region[node]) if isinstance(entry, tuple))
+        return next((_TRANSFORMS[name] for name in opened if name in _TRANSFORMS), None)
+
     def write_between(self, first: int, last: int, inputs: list[Node]) -> Node | None:
         """The first in-place write in [first, last] that may change one of the tensors, or None."""
         start = bisect_left(self.writes, first, key=lambda w: w.index)
@@ -72,6 +83,13 @@ class Facts:
             if write.storages is None or write.storages & storages:
                 return write.node
         return None
+
+    def written_after(self, last: int, nodes: list[Node]) -> Node | None:
+        """The first in-place write after `last` that is known to change one of the tensors, or None."""
+        start = bisect_left(self.writes, last + 1, key=lambda w: w.index)
+        late = [w for w in self.writes[start:] if w.storages]
+        storages = frozenset().union(*(storages_of(n) for n in nodes)) if late else frozenset()
+        return next((w.node for w in late if w.storages and w.storages & storages), None)
 
 
 def values_read(node: Node) -> list[Node]:
@@ -135,10 +153,10 @@ def gather(gm: fx.GraphModule) -> Facts:
     for i, node in enumerate(gm.graph.nodes):
         facts.index[node] = i
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name.startswith("_enter_"):
+        if name.startswith("_enter_") or name in _TRANSFORMS:
             open_regions.append((name, node.name))
         facts.region[node] = (*open_regions, grad_mode)
-        if name in _CLOSES or name.startswith("_exit_"):
+        if name.startswith("_exit_") or name.endswith("_decrement_nesting"):
             if open_regions:
                 open_regions.pop()
         elif name == "_set_grad_enabled" or "inference_mode" in name:

@@ -137,6 +137,8 @@ def _widened(x: object, side: list[Node]) -> object:
         source, target = ops_view.dtype_of(x.args[0]), ops_view.dtype_of(x)
         if source is None or target is None or not ops_view.widens(source, target):
             break
+        if ops_view.detaches(x):
+            break
         if x not in side:
             side.append(x)
         x = x.args[0]

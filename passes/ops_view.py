@@ -169,6 +169,13 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     return torch.promote_types(source, target) == target
 
 
+def detaches(node: Node) -> bool:
+    """Does a node stop gradients?  A cast, a view or `1 + s` made under no_grad does: it cannot be looked through."""
+    v = value(node)
+    before = [value(n) for n in node.all_input_nodes]
+    return v is not None and not v.requires_grad and any(b is not None and b.requires_grad for b in before)
+
+
 def same_size(a: Any, b: Any) -> bool:
     """Are two sizes equal for certain?  Asks without adding a guard when they are symbolic."""
     if isinstance(a, int) and isinstance(b, int):

@@ -192,6 +192,8 @@ class Op(Pattern):
             attempt.fail(x, f"{self.name} scales an operand (alpha, value) or writes to out=")
             return
         reason = self.where(x, attempt) if self.where else None
+        if self.side and ops_view.detaches(x):
+            reason = f"{x.name} cuts a gradient off"
         if reason:
             attempt.fail(x, reason)
             return
@@ -307,7 +309,8 @@ class Casts(Pattern):
         source, target = ops_view.dtype_of(x.args[0]), ops_view.dtype_of(x)
         if source is None or target is None:
             return False
-        return not self.is_input or (source.is_floating_point and ops_view.widens(source, target))
+        keeps = source.is_floating_point and ops_view.widens(source, target) and not ops_view.detaches(x)
+        return not self.is_input or keeps
 
 
 class Views(Pattern):
@@ -321,7 +324,9 @@ class Views(Pattern):
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
         yield from self.inner.match(x, attempt)
-        if isinstance(x, Node) and ops_view.canonical(x) in ops_view.VIEWS and isinstance(x.args[0], Node):
+        if not isinstance(x, Node) or ops_view.canonical(x) not in ops_view.VIEWS or ops_view.detaches(x):
+            return
+        if isinstance(x.args[0], Node):
             attempt.side.append(x)
             attempt.views.setdefault(self.name, []).append(x)
             yield from self.match(x.args[0], attempt)

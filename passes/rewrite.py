@@ -3,7 +3,7 @@
 A match is refused, with the reason, when
 
 - a value inside it is read outside (it would no longer exist),
-- it crosses an autocast or grad-mode border,
+- it crosses an autocast or grad-mode border, or runs under a transform of torch.func,
 - an in-place write between its first and its last node may change one of its inputs,
 - one of its results is read before all of its inputs exist,
 - an operand is a DTensor or another tensor subclass.
@@ -134,6 +134,12 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
     regions = {facts.region[n] for n in match.core}
     if len(regions) > 1:
         return "crosses an autocast or grad-mode border", None
+    transform = facts.transform(match.root) or _compat.forward_mode_ad()
+    if transform is not None:
+        return f"under {transform}, for which a fused operator has no rule: it keeps its own ops", None
+    detached = next((n for n in match.side if ops_view.detaches(n)), None)
+    if detached is not None:
+        return f"{detached.name} cuts a gradient off (no_grad) that the operator would pass on", detached
     match.replacement = _replacement(match)
     results = match.replacement.results
     share_norm(match)
@@ -169,8 +175,16 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
     write = facts.write_between(first, facts.index[order[-1]], inputs + everything)
     if write is not None:
         return f"an in-place write ({write.name}) between its nodes may change its inputs", write
+    late = facts.written_after(facts.index[order[-1]], [*inputs, *results])
+    if late is not None and any(_needs_grad(n) for n in results):
+        return f"{late.name} writes in place into a value that the operator saves for its backward", late
     match.anchor = anchor
     return None, None
+
+
+def _needs_grad(node: Node) -> bool:
+    v = ops_view.value(node)
+    return v is not None and v.requires_grad
 
 
 def _replacement(match: Match) -> Replacement:

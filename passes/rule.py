@@ -116,8 +116,12 @@ class Match:
 
 
 def narrowing_tail(node: Node) -> tuple[Node, list[Node]]:
-    """The cast that ends a site (`.type_as(x)`), if the only reader of its last value narrows it: new root, casts."""
+    """The cast that ends a site (`.type_as(x)`), if the only reader of its last value narrows it: new root, casts.
+
+    A cast to the same dtype ends nothing: sites behind it look through it, and would read a node that is gone.
+    """
     trailing: list[Node] = []
+    last = node
     while len(node.users) == 1:
         user = next(iter(node.users))
         before, after = ops_view.dtype_of(node), ops_view.dtype_of(user)
@@ -127,4 +131,6 @@ def narrowing_tail(node: Node) -> tuple[Node, list[Node]]:
             break
         trailing.append(user)
         node = user
-    return node, trailing
+        if before != after:
+            last = node
+    return last, trailing[: trailing.index(last) + 1] if last in trailing else []

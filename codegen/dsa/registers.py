@@ -36,7 +36,9 @@ def take_apart(tile: str, to: str) -> list[str]:
 def put_together(names: str, tile: str) -> list[str]:
     """Names `{names}{a}_{b}` -> tile [M, 64], the inverse of `take_apart`."""
     lines = []
-    current: dict[tuple[int, ...], str] = {((a >> 1) & 1, a & 1, (b >> 1) & 1, b & 1): f"{names}{a}_{b}" for a, b in LATTICE}
+    current: dict[tuple[int, ...], str] = {
+        ((a >> 1) & 1, a & 1, (b >> 1) & 1, b & 1): f"{names}{a}_{b}" for a, b in LATTICE
+    }
     count = 0
     while () not in current:
         following: dict[tuple[int, ...], str] = {}

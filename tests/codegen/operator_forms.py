@@ -129,6 +129,9 @@ def call(form: Form, t: dict[str, Any], *rest: Any, engine: str = "reference") -
 
 def _norm(t: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if kind == "layer_norm":
+        if weight is not None and weight.dtype != t.dtype:  # a GPU norms in one dtype: models then norm in fp32
+            wide = [None if v is None else v.float() for v in (t, weight, bias)]
+            return F.layer_norm(wide[0], t.shape[-1:], *wide[1:], eps).type_as(t)
         return F.layer_norm(t, t.shape[-1:], weight, bias, eps)
     n = F.rms_norm(t, t.shape[-1:], None, eps)
     return n if weight is None else n * weight

@@ -36,6 +36,7 @@ PINNED = {
     "gate_norm_modulate_20000": lambda: example("gate_norm_modulate", 20000),
     "gate_norm_fp32_17": lambda: example("gate_norm", 17, dtype="fp32"),
     "gate_residual_64": lambda: example("gate_residual", 64),
+    "gate_norm_modulate_gfx942_1536": lambda: example("gate_norm_modulate", 1536, target="gfx942"),
     "branch_norm_gate_norm_modulate_2304": lambda: example("branch_norm_gate_norm_modulate", 2304),
 }
 
@@ -65,7 +66,7 @@ def test_only_tl_and_literals(name: str) -> None:
 
 
 def resources(targets: list[str], widths: list[int], fusions: list[str], **kind) -> dict[str, list[int]]:
-    wanted = [(t, u) for t in targets for f in fusions for D in widths for u in units(example(f, D, **kind))]
+    wanted = [(t, u) for t in targets for f in fusions for D in widths for u in units(example(f, D, target=t, **kind))]
     rows = compile_all(wanted, min(2, os.cpu_count() or 1))
     assert [r for r in rows if "error" in r] == []
     tag = "".join(f" {k}={v}" for k, v in kind.items())

@@ -34,9 +34,9 @@ def test_compiles_offline(target: str, mod: tuple) -> None:
 
 @pytest.mark.parametrize("D", [1536, 2240, 5120])
 def test_ring_and_no_spills_on_sm90(D: int) -> None:
-    """The backward holds its rows in a ring of shared memory; a forward of wide rows needs next to none."""
+    """The backward holds its rows in a ring of shared memory; a forward has a small one, or, of wide rows, none."""
     forward, backward = readiness.specs(values(D), ATTRIBUTES, True)
-    for spec, least, most in ((forward, 0, 1024), (backward, 16 * 1024, 100 * 1024)):
+    for spec, least, most in ((forward, 0, 16 * 1024 if D < 2000 else 1024), (backward, 16 * 1024, 100 * 1024)):
         found = readiness.compile_for(spec, "sm90")
         assert least <= found.shared <= most
         assert found.spills == 0

@@ -120,9 +120,54 @@ def test_sizes() -> None:
         assert _compat.is_fake(torch.zeros(2))
 
 
-def test_named_backend_and_skipped_frames() -> None:
+def test_named_backend() -> None:
     assert callable(_compat.named_backend("aot_eager"))
-    assert isinstance(_compat.skipped_frames(), list)
+
+
+def test_frames_breaks_limit_and_stance() -> None:
+    def looped(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x
+
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    for f in (looped, broken):
+        torch.compile(f, backend="eager")(torch.ones(2))
+    assert _compat.compiling_is_off() is None
+    attempts = {a.name: a for a in _compat.frame_attempts()}
+    first = looped.__code__.co_firstlineno
+    assert (attempts["looped"].file, attempts["looped"].line) == (__file__, first)
+    assert attempts["looped"].place == f"{__file__}:{first + 2}"
+    assert attempts["looped"].failed.startswith("Call to `torch._dynamo.graph_break()`")
+    assert (attempts["broken"].failed, attempts["broken"].ops) == (None, 1)
+    (reason, stack), = _compat.graph_breaks()
+    assert reason.startswith("Call to `torch._dynamo.graph_break()`")
+    assert stack[-1][:2] == (__file__, broken.__code__.co_firstlineno + 2)
+    torch._dynamo.utils.counters.clear()
+    assert _compat.recompile_limit(broken.__code__) is None
+    with torch._dynamo.config.patch(recompile_limit=1):
+        torch.compile(broken, backend="eager")(torch.ones(2, dtype=torch.float64))
+        assert _compat.recompile_limit(broken.__code__) == 1
+        assert _compat.recompile_limit(looped.__code__) is None
+    with torch.compiler.set_stance("force_eager"):
+        assert "set_stance" in _compat.compiling_is_off()
+    torch._dynamo.reset()
+    torch.compile(broken, backend="eager")(torch.ones(3))
+    assert "looped" not in {a.name for a in _compat.frame_attempts()}
+
+
+def test_forward_mode_ad() -> None:
+    assert _compat.forward_mode_ad() is None
+    x = torch.ones(2)
+    with torch.autograd.forward_ad.dual_level():
+        assert _compat.forward_mode_ad() == "forward-mode AD"
+        assert not _compat.has_tangent((x, 3))
+        assert _compat.has_tangent((x, torch.autograd.forward_ad.make_dual(x, x)))
+    assert not _compat.has_tangent((x,))
 
 
 def test_sizes_stay_apart_and_are_written_with_known_functions() -> None:

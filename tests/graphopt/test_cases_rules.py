@@ -170,9 +170,9 @@ def test_c04_ddp_in_both_orders(one_process) -> None:
     got = step(outside, list(block.parameters()), x, t)
     assert gap(got, step(block, list(block.parameters()), x, t)) <= 1e-5
     # torch 2.13 hands the module over once, 2.14 does not on CPU: either way `check` tells
-    try:
+    if graphopt.report(outside).graphs:
         report = graphopt.check(outside, {"modulate": 2, "gate": 2}, what="rewritten")
-    except graphopt.CheckFailed as error:
-        assert "torch never called the backend" in str(error)
-    else:
         assert {k.direction for k in report.kernels} == {"forward", "backward"}
+    else:
+        with pytest.raises(graphopt.CheckFailed, match="torch never called the backend"):
+            graphopt.check(outside, {"modulate": 2, "gate": 2}, what="rewritten")

@@ -48,8 +48,7 @@ def gate_norm_affine_backward(DY, DH, H, BRANCH, GATE, WEIGHT, DX, DBRANCH, MEAN
         sum_weight_0 += w_0 * xhat_0
         sum_bias_0 += w_0
         w_0 = w_0 * weight_0
-        mean_w = (tl.sum(w_0, 0)) * 0.058823529411764705
-        mean_wx = (tl.sum(w_0 * xhat_0, 0)) * 0.058823529411764705
+        mean_w, mean_wx = tl.split((tl.sum(tl.join(w_0, w_0 * xhat_0), 0)) * 0.058823529411764705)
         total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd + dh_0
         sum_gate_0 += total_0 * branch_0
         tl.store(DX + row * 17 + c_0, (total_0).to(tl.float32), mask=c_0 < 17)
@@ -62,14 +61,14 @@ def gate_norm_affine_backward(DY, DH, H, BRANCH, GATE, WEIGHT, DX, DBRANCH, MEAN
 
 @triton.jit
 def gate_norm_affine_sums(PARTIAL, DGATE, DWEIGHT, DBIAS, P):
-    tile = tl.program_id(0) % 1
-    which = tl.program_id(0) // 1 % 3
-    group = tl.program_id(0).to(tl.int64) // 3
-    c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    tile = tl.program_id(0) % 2
+    which = tl.program_id(0) // 2 % 3
+    group = tl.program_id(0).to(tl.int64) // 6
+    c = tile * 16 + tl.arange(0, 16)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 51 + tl.where(which == 2, 34, tl.where(which == 1, 17, 0))
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 16], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 17)[None, :]
         total += tl.load(start + (first + r)[:, None] * 51 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

@@ -66,38 +66,28 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
 @triton.jit
 def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEAN, RSTD, PARTIAL, N, P, gate_g, scale_g):
     group = tl.program_id(0).to(tl.int64) // P
-    c_0 = tl.arange(0, 2048)
-    c_1 = 2048 + tl.arange(0, 2048)
-    c_2 = 4096 + tl.arange(0, 1024)
+    c_0 = tl.arange(0, 4096)
+    c_1 = 4096 + tl.arange(0, 1024)
     gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
     gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
-    sum_gate_0 = tl.zeros([2048], tl.float32)
-    sum_scale_0 = tl.zeros([2048], tl.float32)
-    sum_shift_0 = tl.zeros([2048], tl.float32)
+    sum_gate_0 = tl.zeros([4096], tl.float32)
+    sum_scale_0 = tl.zeros([4096], tl.float32)
+    sum_shift_0 = tl.zeros([4096], tl.float32)
     gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
     gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
-    sum_gate_1 = tl.zeros([2048], tl.float32)
-    sum_scale_1 = tl.zeros([2048], tl.float32)
-    sum_shift_1 = tl.zeros([2048], tl.float32)
-    gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
-    gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
-    sum_gate_2 = tl.zeros([1024], tl.float32)
-    sum_scale_2 = tl.zeros([1024], tl.float32)
-    sum_shift_2 = tl.zeros([1024], tl.float32)
+    sum_gate_1 = tl.zeros([1024], tl.float32)
+    sum_scale_1 = tl.zeros([1024], tl.float32)
+    sum_shift_1 = tl.zeros([1024], tl.float32)
     for step in tl.range(tl.program_id(0) % P, N, P, num_stages=3):
         row = group * N + tl.cast(step, tl.int64)
         dy_0 = tl.load(DY + row * 5120 + c_0).to(tl.float32)
         dy_1 = tl.load(DY + row * 5120 + c_1).to(tl.float32)
-        dy_2 = tl.load(DY + row * 5120 + c_2).to(tl.float32)
         dh_0 = tl.load(DH + row * 5120 + c_0).to(tl.float32)
         dh_1 = tl.load(DH + row * 5120 + c_1).to(tl.float32)
-        dh_2 = tl.load(DH + row * 5120 + c_2).to(tl.float32)
         h_0 = tl.load(H + row * 5120 + c_0).to(tl.float32)
         h_1 = tl.load(H + row * 5120 + c_1).to(tl.float32)
-        h_2 = tl.load(H + row * 5120 + c_2).to(tl.float32)
         branch_0 = tl.load(BRANCH + row * 5120 + c_0).to(tl.float32)
         branch_1 = tl.load(BRANCH + row * 5120 + c_1).to(tl.float32)
-        branch_2 = tl.load(BRANCH + row * 5120 + c_2).to(tl.float32)
         mean = tl.load(MEAN + row)
         rstd = tl.load(RSTD + row)
         xhat_0 = (h_0 - mean) * rstd
@@ -108,46 +98,35 @@ def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEA
         sum_scale_1 += dy_1 * xhat_1
         sum_shift_1 += dy_1
         w_1 = dy_1 * gain_1
-        xhat_2 = (h_2 - mean) * rstd
-        sum_scale_2 += dy_2 * xhat_2
-        sum_shift_2 += dy_2
-        w_2 = dy_2 * gain_2
-        mean_w = (tl.sum(w_0 + w_1, 0) + tl.sum(w_2, 0)) * 0.0001953125
-        mean_wx = (tl.sum(w_0 * xhat_0 + w_1 * xhat_1, 0) + tl.sum(w_2 * xhat_2, 0)) * 0.0001953125
+        mean_w = (tl.sum(w_0, 0) + tl.sum(w_1, 0)) * 0.0001953125
+        mean_wx = (tl.sum(w_0 * xhat_0, 0) + tl.sum(w_1 * xhat_1, 0)) * 0.0001953125
         total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd + dh_0
         sum_gate_0 += total_0 * branch_0
         total_1 = (w_1 - mean_w - xhat_1 * mean_wx) * rstd + dh_1
         sum_gate_1 += total_1 * branch_1
-        total_2 = (w_2 - mean_w - xhat_2 * mean_wx) * rstd + dh_2
-        sum_gate_2 += total_2 * branch_2
         tl.store(DX + row * 5120 + c_0, (total_0).to(tl.bfloat16))
         tl.store(DBRANCH + row * 5120 + c_0, (total_0 * gate_0).to(tl.bfloat16))
         tl.store(DX + row * 5120 + c_1, (total_1).to(tl.bfloat16))
         tl.store(DBRANCH + row * 5120 + c_1, (total_1 * gate_1).to(tl.bfloat16))
-        tl.store(DX + row * 5120 + c_2, (total_2).to(tl.bfloat16))
-        tl.store(DBRANCH + row * 5120 + c_2, (total_2 * gate_2).to(tl.bfloat16))
     partial = PARTIAL + tl.program_id(0).to(tl.int64) * 15360
     tl.store(partial + c_0, sum_gate_0)
     tl.store(partial + c_1, sum_gate_1)
-    tl.store(partial + c_2, sum_gate_2)
     tl.store(partial + 5120 + c_0, sum_scale_0)
     tl.store(partial + 5120 + c_1, sum_scale_1)
-    tl.store(partial + 5120 + c_2, sum_scale_2)
     tl.store(partial + 10240 + c_0, sum_shift_0)
     tl.store(partial + 10240 + c_1, sum_shift_1)
-    tl.store(partial + 10240 + c_2, sum_shift_2)
 
 
 @triton.jit
 def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 160
-    which = tl.program_id(0) // 160 % 3
-    group = tl.program_id(0).to(tl.int64) // 480
-    c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    tile = tl.program_id(0) % 320
+    which = tl.program_id(0) // 320 % 3
+    group = tl.program_id(0).to(tl.int64) // 960
+    c = tile * 16 + tl.arange(0, 16)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 15360 + tl.where(which == 2, 10240, tl.where(which == 1, 5120, 0))
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 16], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 5120)[None, :]
         total += tl.load(start + (first + r)[:, None] * 15360 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

@@ -19,11 +19,11 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
     gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
     gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
-    h_0 = ((x_0 + (branch_0 * gate_0).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    h_0 = ((x_0 + ((branch_0 * gate_0).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 3072 + c_0, (h_0).to(tl.bfloat16))
-    h_1 = ((x_1 + (branch_1 * gate_1).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    h_1 = ((x_1 + ((branch_1 * gate_1).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 3072 + c_1, (h_1).to(tl.bfloat16))
-    h_2 = ((x_2 + (branch_2 * gate_2).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    h_2 = ((x_2 + ((branch_2 * gate_2).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 3072 + c_2, (h_2).to(tl.bfloat16))
     mean = (tl.sum(h_0 + h_1 + h_2, 0)) * 0.0003255208333333333
     centred_0 = h_0 - mean
@@ -33,13 +33,13 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     rstd = 1.0 / tl.sqrt(variance + 1e-06)
     gain_0 = (1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
-    tl.store(Y + row * 3072 + c_0, (((centred_0 * rstd).to(tl.bfloat16).to(tl.float32) * gain_0).to(tl.bfloat16).to(tl.float32) + shift_0).to(tl.bfloat16))
+    tl.store(Y + row * 3072 + c_0, (((((centred_0 * rstd).to(tl.bfloat16).to(tl.float32) * gain_0)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_0).to(tl.bfloat16))
     gain_1 = (1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
-    tl.store(Y + row * 3072 + c_1, (((centred_1 * rstd).to(tl.bfloat16).to(tl.float32) * gain_1).to(tl.bfloat16).to(tl.float32) + shift_1).to(tl.bfloat16))
+    tl.store(Y + row * 3072 + c_1, (((((centred_1 * rstd).to(tl.bfloat16).to(tl.float32) * gain_1)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_1).to(tl.bfloat16))
     gain_2 = (1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_2 = tl.load(SHIFT + group * shift_g + c_2).to(tl.float32)
-    tl.store(Y + row * 3072 + c_2, (((centred_2 * rstd).to(tl.bfloat16).to(tl.float32) * gain_2).to(tl.bfloat16).to(tl.float32) + shift_2).to(tl.bfloat16))
+    tl.store(Y + row * 3072 + c_2, (((((centred_2 * rstd).to(tl.bfloat16).to(tl.float32) * gain_2)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_2).to(tl.bfloat16))
     tl.store(MEAN + row, mean)
     tl.store(RSTD + row, rstd)
 
@@ -93,8 +93,7 @@ def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEA
         sum_scale_2 += dy_2 * xhat_2
         sum_shift_2 += dy_2
         w_2 = dy_2 * gain_2
-        mean_w = (tl.sum(w_0 + w_1 + w_2, 0)) * 0.0003255208333333333
-        mean_wx = (tl.sum(w_0 * xhat_0 + w_1 * xhat_1 + w_2 * xhat_2, 0)) * 0.0003255208333333333
+        mean_w, mean_wx = tl.split((tl.sum(tl.join(w_0 + w_1 + w_2, w_0 * xhat_0 + w_1 * xhat_1 + w_2 * xhat_2), 0)) * 0.0003255208333333333)
         total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd + dh_0
         sum_gate_0 += total_0 * branch_0
         total_1 = (w_1 - mean_w - xhat_1 * mean_wx) * rstd + dh_1
@@ -121,14 +120,14 @@ def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEA
 
 @triton.jit
 def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 96
-    which = tl.program_id(0) // 96 % 3
-    group = tl.program_id(0).to(tl.int64) // 288
-    c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    tile = tl.program_id(0) % 192
+    which = tl.program_id(0) // 192 % 3
+    group = tl.program_id(0).to(tl.int64) // 576
+    c = tile * 16 + tl.arange(0, 16)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 9216 + tl.where(which == 2, 6144, tl.where(which == 1, 3072, 0))
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 16], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 3072)[None, :]
         total += tl.load(start + (first + r)[:, None] * 9216 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

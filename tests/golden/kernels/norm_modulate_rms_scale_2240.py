@@ -3,27 +3,29 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_modulate_forward(X, SCALE, Y, RSTD, N, scale_g):
-    row = tl.program_id(0).to(tl.int64)
-    group = row // N
+def norm_modulate_forward(X, SCALE, Y, RSTD, N, P, scale_g):
+    group = tl.program_id(0).to(tl.int64) // P
+    first = (tl.program_id(0) % P) * 4
     c_0 = tl.arange(0, 1024)
     c_1 = 1024 + tl.arange(0, 1024)
     c_2 = 2048 + tl.arange(0, 256)
-    x_0 = tl.load(X + row * 2240 + c_0).to(tl.float32)
-    x_1 = tl.load(X + row * 2240 + c_1).to(tl.float32)
-    x_2 = tl.load(X + row * 2240 + c_2, mask=c_2 < 2240, other=0.0).to(tl.float32)
-    centred_0 = x_0
-    centred_1 = x_1
-    centred_2 = x_2
-    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.0004464285714285714
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
     gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
-    tl.store(Y + row * 2240 + c_0, (centred_0 * rstd * gain_0).to(tl.bfloat16))
     gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
-    tl.store(Y + row * 2240 + c_1, (centred_1 * rstd * gain_1).to(tl.bfloat16))
     gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2, mask=c_2 < 2240, other=0.0).to(tl.float32)
-    tl.store(Y + row * 2240 + c_2, (centred_2 * rstd * gain_2).to(tl.bfloat16), mask=c_2 < 2240)
-    tl.store(RSTD + row, rstd)
+    for step in tl.range(first, tl.minimum(first + 4, N), num_stages=3):
+        row = group * N + tl.cast(step, tl.int64)
+        x_0 = tl.load(X + row * 2240 + c_0).to(tl.float32)
+        x_1 = tl.load(X + row * 2240 + c_1).to(tl.float32)
+        x_2 = tl.load(X + row * 2240 + c_2, mask=c_2 < 2240, other=0.0).to(tl.float32)
+        centred_0 = x_0
+        centred_1 = x_1
+        centred_2 = x_2
+        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.0004464285714285714
+        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        tl.store(Y + row * 2240 + c_0, (centred_0 * rstd * gain_0).to(tl.bfloat16))
+        tl.store(Y + row * 2240 + c_1, (centred_1 * rstd * gain_1).to(tl.bfloat16))
+        tl.store(Y + row * 2240 + c_2, (centred_2 * rstd * gain_2).to(tl.bfloat16), mask=c_2 < 2240)
+        tl.store(RSTD + row, rstd)
 
 
 @triton.jit
@@ -38,7 +40,7 @@ def norm_modulate_backward(DY, H, SCALE, DX, RSTD, PARTIAL, N, P, scale_g):
     sum_scale_1 = tl.zeros([1024], tl.float32)
     gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2, mask=c_2 < 2240, other=0.0).to(tl.float32)
     sum_scale_2 = tl.zeros([256], tl.float32)
-    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=3):
+    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=4):
         row = group * N + tl.cast(step, tl.int64)
         dy_0 = tl.load(DY + row * 2240 + c_0).to(tl.float32)
         dy_1 = tl.load(DY + row * 2240 + c_1).to(tl.float32)
@@ -71,14 +73,14 @@ def norm_modulate_backward(DY, H, SCALE, DX, RSTD, PARTIAL, N, P, scale_g):
 
 @triton.jit
 def norm_modulate_sums(PARTIAL, DSCALE, P):
-    tile = tl.program_id(0) % 70
-    which = tl.program_id(0) // 70 % 1
-    group = tl.program_id(0).to(tl.int64) // 70
-    c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    tile = tl.program_id(0) % 140
+    which = tl.program_id(0) // 140 % 1
+    group = tl.program_id(0).to(tl.int64) // 140
+    c = tile * 16 + tl.arange(0, 16)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 2240 + 0
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 16], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 2240)[None, :]
         total += tl.load(start + (first + r)[:, None] * 2240 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

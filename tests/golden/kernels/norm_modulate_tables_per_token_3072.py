@@ -42,7 +42,7 @@ def norm_modulate_backward(DY, H, SCALE, SCALE_TABLE, DX, DSCALE, DSHIFT, MEAN, 
     sum_shift_1 = tl.zeros([1024], tl.float32)
     sum_scale_2 = tl.zeros([1024], tl.float32)
     sum_shift_2 = tl.zeros([1024], tl.float32)
-    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=3):
+    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=4):
         row = group * N + tl.cast(step, tl.int64)
         dy_0 = tl.load(DY + row * 3072 + c_0).to(tl.float32)
         dy_1 = tl.load(DY + row * 3072 + c_1).to(tl.float32)
@@ -73,8 +73,7 @@ def norm_modulate_backward(DY, H, SCALE, SCALE_TABLE, DX, DSCALE, DSHIFT, MEAN, 
         sum_shift_2 += dy_2
         tl.store(DSHIFT + row * 3072 + c_2, (dy_2).to(tl.float32))
         w_2 = dy_2 * gain_2
-        mean_w = (tl.sum(w_0 + w_1 + w_2, 0)) * 0.0003255208333333333
-        mean_wx = (tl.sum(w_0 * xhat_0 + w_1 * xhat_1 + w_2 * xhat_2, 0)) * 0.0003255208333333333
+        mean_w, mean_wx = tl.split((tl.sum(tl.join(w_0 + w_1 + w_2, w_0 * xhat_0 + w_1 * xhat_1 + w_2 * xhat_2), 0)) * 0.0003255208333333333)
         total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd
         total_1 = (w_1 - mean_w - xhat_1 * mean_wx) * rstd
         total_2 = (w_2 - mean_w - xhat_2 * mean_wx) * rstd
@@ -92,14 +91,14 @@ def norm_modulate_backward(DY, H, SCALE, SCALE_TABLE, DX, DSCALE, DSHIFT, MEAN, 
 
 @triton.jit
 def norm_modulate_sums(PARTIAL, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 96
-    which = tl.program_id(0) // 96 % 2
-    group = tl.program_id(0).to(tl.int64) // 192
-    c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    tile = tl.program_id(0) % 192
+    which = tl.program_id(0) // 192 % 2
+    group = tl.program_id(0).to(tl.int64) // 384
+    c = tile * 16 + tl.arange(0, 16)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 6144 + tl.where(which == 1, 3072, 0)
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 16], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 3072)[None, :]
         total += tl.load(start + (first + r)[:, None] * 6144 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

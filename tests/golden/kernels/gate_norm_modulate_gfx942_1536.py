@@ -1,0 +1,128 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, N, gate_g, scale_g, shift_g):
+    row = tl.program_id(0).to(tl.int64)
+    group = row // N
+    c_0 = tl.arange(0, 1024)
+    c_1 = 1024 + tl.arange(0, 512)
+    x_0 = tl.load(X + row * 1536 + c_0).to(tl.float32)
+    branch_0 = tl.load(BRANCH + row * 1536 + c_0).to(tl.float32)
+    x_1 = tl.load(X + row * 1536 + c_1).to(tl.float32)
+    branch_1 = tl.load(BRANCH + row * 1536 + c_1).to(tl.float32)
+    gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
+    gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
+    h_0 = (x_0 + branch_0 * gate_0).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 1536 + c_0, (h_0).to(tl.bfloat16))
+    h_1 = (x_1 + branch_1 * gate_1).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 1536 + c_1, (h_1).to(tl.bfloat16))
+    mean = (tl.sum(h_0, 0) + tl.sum(h_1, 0)) * 0.0006510416666666666
+    centred_0 = h_0 - mean
+    centred_1 = h_1 - mean
+    variance = (tl.sum(centred_0 * centred_0, 0) + tl.sum(centred_1 * centred_1, 0)) * 0.0006510416666666666
+    rstd = 1.0 / tl.sqrt(variance + 1e-06)
+    gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
+    shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
+    tl.store(Y + row * 1536 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
+    gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
+    shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
+    tl.store(Y + row * 1536 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
+    tl.store(MEAN + row, mean)
+    tl.store(RSTD + row, rstd)
+
+
+@triton.jit
+def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEAN, RSTD, PARTIAL, N, P, gate_g, scale_g):
+    group = tl.program_id(0).to(tl.int64) // P
+    c_0 = tl.arange(0, 512)
+    c_1 = 512 + tl.arange(0, 512)
+    c_2 = 1024 + tl.arange(0, 512)
+    gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
+    gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
+    sum_gate_0 = tl.zeros([512], tl.float32)
+    sum_scale_0 = tl.zeros([512], tl.float32)
+    sum_shift_0 = tl.zeros([512], tl.float32)
+    gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
+    gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
+    sum_gate_1 = tl.zeros([512], tl.float32)
+    sum_scale_1 = tl.zeros([512], tl.float32)
+    sum_shift_1 = tl.zeros([512], tl.float32)
+    gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
+    gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
+    sum_gate_2 = tl.zeros([512], tl.float32)
+    sum_scale_2 = tl.zeros([512], tl.float32)
+    sum_shift_2 = tl.zeros([512], tl.float32)
+    for step in tl.range(tl.program_id(0) % P, N, P):
+        row = group * N + tl.cast(step, tl.int64)
+        dy_0 = tl.load(DY + row * 1536 + c_0).to(tl.float32)
+        dy_1 = tl.load(DY + row * 1536 + c_1).to(tl.float32)
+        dy_2 = tl.load(DY + row * 1536 + c_2).to(tl.float32)
+        dh_0 = tl.load(DH + row * 1536 + c_0).to(tl.float32)
+        dh_1 = tl.load(DH + row * 1536 + c_1).to(tl.float32)
+        dh_2 = tl.load(DH + row * 1536 + c_2).to(tl.float32)
+        h_0 = tl.load(H + row * 1536 + c_0).to(tl.float32)
+        h_1 = tl.load(H + row * 1536 + c_1).to(tl.float32)
+        h_2 = tl.load(H + row * 1536 + c_2).to(tl.float32)
+        branch_0 = tl.load(BRANCH + row * 1536 + c_0).to(tl.float32)
+        branch_1 = tl.load(BRANCH + row * 1536 + c_1).to(tl.float32)
+        branch_2 = tl.load(BRANCH + row * 1536 + c_2).to(tl.float32)
+        mean = tl.load(MEAN + row)
+        rstd = tl.load(RSTD + row)
+        xhat_0 = (h_0 - mean) * rstd
+        sum_scale_0 += dy_0 * xhat_0
+        sum_shift_0 += dy_0
+        w_0 = dy_0 * gain_0
+        xhat_1 = (h_1 - mean) * rstd
+        sum_scale_1 += dy_1 * xhat_1
+        sum_shift_1 += dy_1
+        w_1 = dy_1 * gain_1
+        xhat_2 = (h_2 - mean) * rstd
+        sum_scale_2 += dy_2 * xhat_2
+        sum_shift_2 += dy_2
+        w_2 = dy_2 * gain_2
+        mean_w, mean_wx = tl.split((tl.sum(tl.join(w_0 + w_1 + w_2, w_0 * xhat_0 + w_1 * xhat_1 + w_2 * xhat_2), 0)) * 0.0006510416666666666)
+        total_0 = (w_0 - mean_w - xhat_0 * mean_wx) * rstd + dh_0
+        sum_gate_0 += total_0 * branch_0
+        total_1 = (w_1 - mean_w - xhat_1 * mean_wx) * rstd + dh_1
+        sum_gate_1 += total_1 * branch_1
+        total_2 = (w_2 - mean_w - xhat_2 * mean_wx) * rstd + dh_2
+        sum_gate_2 += total_2 * branch_2
+        tl.store(DX + row * 1536 + c_0, (total_0).to(tl.bfloat16))
+        tl.store(DBRANCH + row * 1536 + c_0, (total_0 * gate_0).to(tl.bfloat16))
+        tl.store(DX + row * 1536 + c_1, (total_1).to(tl.bfloat16))
+        tl.store(DBRANCH + row * 1536 + c_1, (total_1 * gate_1).to(tl.bfloat16))
+        tl.store(DX + row * 1536 + c_2, (total_2).to(tl.bfloat16))
+        tl.store(DBRANCH + row * 1536 + c_2, (total_2 * gate_2).to(tl.bfloat16))
+    partial = PARTIAL + tl.program_id(0).to(tl.int64) * 4608
+    tl.store(partial + c_0, sum_gate_0)
+    tl.store(partial + c_1, sum_gate_1)
+    tl.store(partial + c_2, sum_gate_2)
+    tl.store(partial + 1536 + c_0, sum_scale_0)
+    tl.store(partial + 1536 + c_1, sum_scale_1)
+    tl.store(partial + 1536 + c_2, sum_scale_2)
+    tl.store(partial + 3072 + c_0, sum_shift_0)
+    tl.store(partial + 3072 + c_1, sum_shift_1)
+    tl.store(partial + 3072 + c_2, sum_shift_2)
+
+
+@triton.jit
+def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
+    tile = tl.program_id(0) % 96
+    which = tl.program_id(0) // 96 % 3
+    group = tl.program_id(0).to(tl.int64) // 288
+    c = tile * 16 + tl.arange(0, 16)
+    r = tl.arange(0, 256)
+    start = PARTIAL + group * P * 4608 + tl.where(which == 2, 3072, tl.where(which == 1, 1536, 0))
+    total = tl.zeros([256, 16], tl.float32)
+    for first in range(0, P, 256):
+        inside = (first + r < P)[:, None] & (c < 1536)[None, :]
+        total += tl.load(start + (first + r)[:, None] * 4608 + c[None, :], mask=inside, other=0.0)
+    value = tl.sum(total, 0)
+    if which == 0:
+        tl.store(DGATE + group * 1536 + c, value.to(tl.float32), mask=c < 1536)
+    if which == 1:
+        tl.store(DSCALE + group * 1536 + c, value.to(tl.float32), mask=c < 1536)
+    if which == 2:
+        tl.store(DSHIFT + group * 1536 + c, value.to(tl.float32), mask=c < 1536)
