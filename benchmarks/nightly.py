@@ -22,6 +22,7 @@ PARTS = {
     "schedule": [*NIGHTLY, "tests/schedule"],
     "codegen": [*NIGHTLY, "tests/codegen"],
     "kernels": ["env", "TRITON_INTERPRET=1", *NIGHTLY, "tests/codegen/test_kernels.py"],
+    "inspect": [sys.executable, "benchmarks/inspect_zoo.py"],
     "zoo": [sys.executable, "benchmarks/zoo_matrix.py"],
     "match": [sys.executable, "benchmarks/match.py"],
 }
