@@ -321,3 +321,25 @@ def test_stand_in_has_the_shapes_of_the_graph() -> None:
     assert not floats.any()
     assert floats.requires_grad
     assert integers.tolist() == [1, 3, 6]
+
+
+def test_the_page_of_a_real_compile(tmp_path: Path) -> None:
+    step = torch.compile(Stack(3), backend="graphopt", options={"graphopt.select": "all", "graphopt.compiler": "eager"})
+    step(*operands())
+    path = graphopt.report(step).to_html(tmp_path / "report.html", title="a <b> run")
+    page = path.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "a &lt;b&gt; run" in page
+    assert "blocks.1..2" in page
+    assert 'id="graph"' not in page, "a report holds no graphs"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        graphopt.report(step).to_html(tmp_path / "report.html" / "below")
+
+
+def test_the_page_is_one_file_without_network(wan) -> None:
+    page = wan.to_html()
+    assert "<script src" not in page
+    assert "<link" not in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert page.count("</script>") == 2, "data cannot end the script early"
