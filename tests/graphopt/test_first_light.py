@@ -42,9 +42,12 @@ def test_sites_output_and_gradients(name: str, dtype: torch.dtype, dynamic: bool
 
 
 @pytest.mark.parametrize(("name", "modulates", "gates"), [
-    ("ltx", 5, 4), ("cogvideox", 9, 8), pytest.param("hunyuan_video", 11, 12, marks=pytest.mark.nightly)])
+    ("ltx", 5, 4), ("cogvideox", 9, 8), ("mochi", 8, 6), ("sd35", 10, 8),
+    *(pytest.param(*row, marks=pytest.mark.nightly) for row in (
+        ("hunyuan_video", 11, 12), ("hunyuan_video_i2v", 17, 16), ("wan_ti2v", 5, 4), ("cosmos_per_frame", 7, 6)))])
 def test_rms_norms_affine_and_shared_modulation(name: str, modulates: int, gates: int) -> None:
-    """LTX writes its RMS norms out, HunyuanVideo has a refiner, CogVideoX modulates an affine norm: reference operators."""
+    """LTX writes its RMS norms out, HunyuanVideo has a refiner and (i2v) joined gates, CogVideoX modulates an affine norm,
+    Mochi gates normed branches through tanh, SD3.5 modulates one norm twice, Wan TI2V adds a table per token."""
     model = zoo.ZOO[name].build()[0].train()
     step = torch.compile(model, backend="graphopt", options={"graphopt.select": "all", "graphopt.compiler": "aot_eager"})
     assert_contract(step, model, name)
