@@ -207,7 +207,11 @@ def asked(name: str):
     return seen, owners | {s.fqn for s in seen.report.sites} | {r.fqn for r in seen.report.rejects}
 
 
-@pytest.mark.parametrize("name", [pytest.param("flux", marks=pytest.mark.nightly), "sd35", "ltx"])
+QUICK, ON_CPU = ("sd35", "ltx"), ("mochi", "omnigen")
+
+
+@pytest.mark.parametrize("name", [
+    n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly) for n in zoo.ZOO if n not in ON_CPU])
 def test_why_answers_for_every_norm_and_gate(name: str) -> None:
     seen, owners = asked(name)
     assert seen.captured.device == "meta"
