@@ -26,8 +26,9 @@ def gaps(a, b):
             if (p.grad is None) != (q.grad is None) or (p.grad is not None and not torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-6))]
 
 
-@pytest.mark.parametrize(("name", "classes"), [("wan", 1), ("hunyuan_video", 2)])
-def test_zoo(name: str, classes: int) -> None:
+# the last single-stream block of HunyuanVideo gives out one value where the others give two: a class of its own
+@pytest.mark.parametrize(("name", "note"), [("wan", "2 layers in 1 classes"), ("hunyuan_video", "4 layers in 3 classes")])
+def test_zoo(name: str, note: str) -> None:
     a, x = ZOO[name].build()
     b = copy.deepcopy(a)
     whole = torch.compile(a, backend="graphopt", options={**OPTIONS, "graphopt.regions": "off"})
@@ -38,8 +39,7 @@ def test_zoo(name: str, classes: int) -> None:
     torch.testing.assert_close(step(parts, **x, return_dict=False), want, rtol=1e-5, atol=1e-6)
     assert gaps(a, b) == []
     report = graphopt.report(parts)
-    layers = 2 * classes
-    assert any(f"regions: {layers} layers in {classes} classes" in n for n in report.graphs[0].notes)
+    assert f"regions: {note}" in report.graphs[0].notes
     for kind in ("modulate", "gate"):
         assert report.count(kind) == expected.count(kind)
     assert sorted(s.fqn for s in report.sites) == sorted(s.fqn for s in expected.sites)
