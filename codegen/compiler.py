@@ -39,6 +39,9 @@ class Resources:
     spills: int
     shared: int
 
+    def __str__(self) -> str:
+        return f"{self.registers} registers, {self.spills} spills, {self.shared} B shared"
+
 
 def gpu_target(target: str) -> tuple[str, int | str, int]:
     """Triton's description of a target: backend, architecture, warp size.  CodegenError for one it does not know."""

@@ -88,7 +88,7 @@ def compile_(
         targets = target.split(",")
         for t in targets:
             gpu_target(t)
-        kind = dict(dtype=dtype, factors=factors, layout=layout, norm=norm)
+        kind: dict[str, Any] = dict(dtype=dtype, factors=factors, layout=layout, norm=norm)
         each = [(t, u) for t in targets for f in (fusions.split(",") if fusions else FUSIONS)
                 for D in widths.split(",") for u in units(example(f, int(D), target=t, **kind))]
     except CodegenError as error:

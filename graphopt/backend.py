@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt import _compat, reporting
+from graphopt import _compat, _compat_capture, reporting
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError
 from graphopt.passes import catalogue, freeing_order, pipeline
@@ -52,6 +52,7 @@ def graphopt(
     else:
         rewritten = rewrite(gm, config, record)
         compiled = hand_over(rewritten, example_inputs, config, with_order(inductor_options, config, record.sites))
+    _compat.trace_artifact("graphopt_report", record.to_json)
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
     log.debug("%s", of_callable)
     return counted(compiled, record)
@@ -100,7 +101,7 @@ def rewrite(
 
 def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | None:
     """The real inputs of a graph, or None with a warning where torch does not hold them."""
-    inputs = _compat.real_inputs(gm)
+    inputs = _compat_capture.real_inputs(gm)
     if inputs is None:
         warn("graphopt.verify: torch holds no values for the inputs of this graph, so its sites are not verified")
     return inputs

@@ -33,6 +33,23 @@ def demo(
 
 
 @app.command()
+@_inspect_cli.reported
+def doctor(
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead."),
+) -> None:
+    """Say what this machine and this torch are, and what would not work; paste it into a bug report.
+
+    Exit code 1 if there is a problem.  Example: graphopt doctor > doctor.txt
+    """
+    with _inspect_cli.progress("examining"):
+        from graphopt import doctor as examination
+
+        found = examination.examine()
+    typer.echo(examination.to_json(found) if as_json else examination.text(found))
+    raise typer.Exit(1 if any(f.problem for f in found) else 0)
+
+
+@app.command()
 def rules() -> None:
     """List the rules, with the graph before and after each.
 
@@ -41,10 +58,11 @@ def rules() -> None:
     import inspect
     import sys
 
-    from graphopt.passes import catalogue
+    with _inspect_cli.progress("loading the rules"):
+        from graphopt.passes import catalogue
 
-    for rule in catalogue.RULES:
-        module = sys.modules[rule.check.__module__]
+    for rule in catalogue.every():
+        module = sys.modules[(rule.replace or rule.function or rule.check).__module__]
         typer.echo(f"{rule.name}  (switched by {', '.join(sorted(rule.families))})")
         typer.echo(inspect.cleandoc(module.__doc__ or "") + "\n")
 

@@ -39,6 +39,10 @@ class GraphRecord:
     calls: int = 0
     notes: list[str] = field(default_factory=list)
 
+    def to_json(self) -> str:
+        """The record of this graph as JSON."""
+        return json.dumps({"version": VERSION, **asdict(self)})
+
     @property
     def sites(self) -> list[Site]:
         """Its sites, in graph order."""
@@ -168,9 +172,8 @@ class Report:
 
     def to_json(self, indent: int | None = 1) -> str:
         """The whole report as JSON: version, then graphs in the order they were compiled."""
-        parts = {"graphs": self.graphs, "missed": self.missed}
-        data = {"version": VERSION, **{name: [asdict(x) for x in xs] for name, xs in parts.items()}}
-        return json.dumps(data, indent=indent)
+        graphs, missed = [asdict(g) for g in self.graphs], [asdict(m) for m in self.missed]
+        return json.dumps({"version": VERSION, "graphs": graphs, "missed": missed}, indent=indent)
 
     def to_html(self, path: str | Path, title: str = "graphopt report") -> Path:
         """Write the report as one self-contained page.  (`graphopt.inspect(..).to_html` also shows the graphs.)"""
@@ -205,6 +208,10 @@ class Report:
                 if first.predicted:
                     lines.append(f"       predicted {first.predicted.graphopt_us:.0f} us a step, "
                                  f"Inductor {first.predicted.inductor_us:.0f} us")
+            verified = [c for p in g.passes for c in p.verified]
+            if verified:
+                closest = max(verified, key=lambda c: c.error / c.limit if c.limit else 0.0)
+                lines.append(f"  verified {len(verified)} operators; closest to its limit: {closest}")
             kernels = Counter((k.operator, k.direction) for p in g.passes for k in p.kernels)
             for (operator, direction), n in kernels.items():
                 lines.append(f"  {n:4d} kernels   {operator} {direction}")

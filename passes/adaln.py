@@ -133,12 +133,7 @@ class AdaLN:
     def fold_tables(
         self, g: fx.GraphModule, chosen: list[Match], context: PassContext, record: PassRecord
     ) -> list[tables.Fold]:
-        """Take `table + embedding` into the operators that can add them (see tables.py).
-
-        Not while verifying: what is compared with fp64 is what runs, and it has the inputs of the original graph.
-        """
-        if context.inputs is not None:
-            return []
+        """Take `table + embedding` into the operators that can add them (see tables.py)."""
         folds = tables.plan(chosen)
         before = {id(f.match): f.match.replacement for f in folds}
         tables.apply(g.graph, folds)
@@ -259,17 +254,18 @@ def _kernels(
         raise ValueError("a match was not accepted")
     # the backward of a user's function is torch's business
     training = match.rule.function is None and needs_grad(match)
-    files: list[str] = []
+    files: dict[str, str] = {}
     if target != "reference" and match.rule.function is None:
         specs = readiness.specs(operand_values(match), replacement.attributes, training, target)
-        files = [listing.kernel_file(s).name for s in specs]
+        files = {listing.kernel_file(s).name: str(readiness.compile_for(s, target)) for s in specs}
     placed = tuple(n.name for n in match.created if n in left)
     out = []
     for direction in ("backward", "forward") if training else ("forward",):
-        mine = tuple(f for f in files if f"_{direction}_" in f)
+        mine = tuple(f for f in files if ("_backward_" in f) == (direction == "backward"))
         bytes_ = Traffic(moved[0][direction], moved[1][direction])
         out.append(Kernel(replacement.fusion, match.rule.name, direction, tuple(sites), match.call.name,
-                          tuple(n.name for n in gone), placed, mine, bytes_))
+                          tuple(n.name for n in gone), placed, mine,
+                          tuple(files[f] for f in mine), bytes_))
     return out
 
 
@@ -277,8 +273,7 @@ def operand_values(match: Match) -> dict[str, torch.Tensor | None]:
     """The (fake) operands of a match's operator by name, as the operator gets them."""
     if match.replacement is None:
         raise ValueError("a match was not accepted")
-    values = {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
-    return values
+    return {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
 
 
 def _shape(node: Node) -> tuple[int | str, ...]:

@@ -82,7 +82,7 @@ class Kernel:
 
     `node` is the call in the rewritten graph, `replaced` the nodes of the graph before that are gone for it, `placed`
     the ones that came, `sources` the files of its generated kernels in the kernel cache (none for the reference
-    operators), `traffic` its bytes.
+    operators), `resources` what each takes on the target, `traffic` its bytes.
     """
 
     operator: str
@@ -93,6 +93,7 @@ class Kernel:
     replaced: tuple[str, ...] = ()
     placed: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    resources: tuple[str, ...] = ()
     traffic: Traffic | None = None
 
 

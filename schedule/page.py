@@ -15,20 +15,21 @@ from graphopt.schedule.report import buckets, summary
 MOST_ROWS = 1000
 
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Batch plan {{ hash }}</title>
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>Batch plan {{ hash }}</title>
 <style>body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem;color:#1a1a1a}h1{font-size:1.5rem}
 h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.15rem .7rem;text-align:right;
 border-bottom:1px solid #e3e3e3}th{background:#f5f5f5;position:sticky;top:0}table.facts td,table.facts th{text-align:left;background:none}
-.warn{color:#a33;font-weight:600}.scroll{max-height:32rem;overflow:auto;border:1px solid #ddd}img{max-width:100%}summary{cursor:pointer}</style>
-<h1>Batch plan</h1><table class="facts">{% for k, v in summary %}<tr{% if k == "warning" %} class="warn"{% endif %}><th>{{ k }}</th><td>{{ v }}</td></tr>{% endfor %}</table>
-<h2>Load per rank</h2><img alt="busy share of each rank and step" src="{{ plots.load }}"><img alt="bubble of each step" src="{{ plots.bubble }}">
-<h2>What a step holds</h2><img alt="token mix of each step" src="{{ plots.mix }}"><img alt="microbatches of one step" src="{{ plots.step }}">
-<h2>Buckets</h2><div class="scroll"><table><thead><tr><th>T x H x W</th><th>tokens</th><th>samples</th><th>microbatches</th><th>B</th><th>largest, tokens</th>
-<th>tokens</th><th>cost</th><th>flagged</th></tr></thead>{% for r in buckets %}<tr><td>{{ r.name }}</td><td>{{ "{:,}".format(r.tokens) }}</td>
+.warn{color:#8a3a2b;background:#f8ebe7;border-radius:4px;padding:.4rem .8rem}.scroll{max-height:32rem;overflow:auto;border:1px solid #ddd;display:inline-block;max-width:100%}.help{color:#6b6b66;margin:.1rem 0 .6rem}img{max-width:100%}summary{cursor:pointer}</style>
+<h1>Batch plan</h1>{% for k, v in summary if k == "warning" %}<p class="warn">{{ v }}</p>{% endfor %}
+<table class="facts">{% for k, v in summary if k != "warning" %}<tr><th>{{ k }}</th><td>{{ v }}</td></tr>{% endfor %}</table>
+<h2>Load per rank</h2><p class="help">Ranks wait for the slowest one of their step. Above: who waits; below: how long, over all ranks.</p><img alt="busy share of each rank and step" src="{{ plots.load }}"><img alt="bubble of each step" src="{{ plots.bubble }}">
+<h2>What a step holds</h2><p class="help">Steps of a good plan have the same mix; within one, each rank gets microbatches of about the same total time.</p><img alt="token mix of each step" src="{{ plots.mix }}"><img alt="microbatches of one step" src="{{ plots.step }}">
+<h2>Buckets</h2><p class="help">One line per token grid (frames x height x width after VAE and patches). B: samples in a microbatch, smallest to largest.</p><div class="scroll"><table><thead><tr><th>T x H x W</th><th>tokens</th><th>samples</th><th>microbatches</th><th>B</th><th>largest microbatch, tokens</th>
+<th>share of tokens</th><th>share of cost</th><th>flagged</th></tr></thead>{% for r in buckets %}<tr><td>{{ r.name }}</td><td>{{ "{:,}".format(r.tokens) }}</td>
 <td>{{ "{:,}".format(r.samples) }}</td><td>{{ "{:,}".format(r.microbatches) }}</td><td>{{ r.b_min }}{% if r.b_min != r.b_max %}&ndash;{{ r.b_max }}{% endif %}</td>
 <td>{{ "{:,}".format(r.largest) }}</td><td>{{ "{:.1%}".format(r.token_share) }}</td><td>{{ "{:.1%}".format(r.cost_share) }}</td><td>{{ r.flagged or "" }}</td></tr>{% endfor %}</table></div>
 {% for name, rows in left.items() if rows %}<details><summary>{{ rows|length }} rows {{ name }}</summary><p>{{ rows[:2000]|join(", ") }}{% if rows|length > 2000 %}, ...{% endif %}</p></details>{% endfor %}
-<h2>Microbatches</h2><p>{{ shown }} of {{ "{:,}".format(count) }}</p><div class="scroll"><table><thead><tr><th>step</th><th>rank</th><th>k</th><th>of</th><th>T x H x W</th>
+<h2>Microbatches</h2><p class="help">The first {{ "{:,}".format(shown) }} of {{ "{:,}".format(count) }}, in the order they run.</p><div class="scroll"><table><thead><tr><th>step</th><th>rank</th><th>microbatch</th><th>of</th><th>T x H x W</th>
 <th>B</th><th>tokens</th><th>seconds</th><th>flags</th></tr></thead>{% for m in microbatches %}<tr><td>{{ m.step }}</td><td>{{ m.rank }}</td><td>{{ m.k + 1 }}</td>
 <td>{{ m.microbatches }}</td><td>{{ names[m.shape] }}</td><td>{{ m.batch }}</td><td>{{ "{:,}".format(m.tokens) }}</td><td>{{ "{:.2f}".format(m.cost_s) }}</td><td>{{ m.flag }}</td></tr>{% endfor %}</table></div></html>
 """

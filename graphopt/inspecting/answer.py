@@ -5,15 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from torch import fx
-
 from graphopt.errors import ConfigError
 from graphopt.inspecting.capture import Captured
 from graphopt.inspecting.nodes import short
-from graphopt.passes import ops_view, pipeline, source
-from graphopt.passes.record import Reject, Site
-
-NORMS = ("layer_norm", "rms_norm")
+from graphopt.passes import pipeline, source
+from graphopt.passes.record import NearMiss, Reject, Site
 
 
 def why(found: Captured, fqn: str) -> str:
@@ -28,7 +24,8 @@ def why(found: Captured, fqn: str) -> str:
                           remedy=f"did you mean {' or '.join(map(repr, close))}?" if close else "see .fqns")
     entries: list[list[str]] = [site_lines(s, found) for s in found.report.sites if within(s.fqn, fqn)]
     entries += [reject_lines(r) for r in found.report.rejects if within(r.fqn, fqn)]
-    entries += norm_lines(found, fqn)
+    entries += [covered_lines(n, s) for s in found.report.sites for n in s.norms if within(n, fqn) and n != s.fqn]
+    entries += [miss_lines(m) for m in found.report.near_misses if within(m.fqn, fqn)]
     if not entries:
         kind = found.modules.get(fqn, "")
         entries = [[f"{fqn or '(root)'} {kind}: no norm and no gated addition was captured in it"]]
@@ -83,38 +80,14 @@ def reject_lines(reject: Reject) -> list[str]:
     return [f"{reject.fqn or '(root)'}: left alone by rule {reject.rule}{place}", f"  reason: {reject.reason}"]
 
 
-def norm_lines(found: Captured, fqn: str) -> list[list[str]]:
-    """The norms of a module that end in no modulate: inside a kernel of another site, or why nothing was looked for."""
-    known = {s.fqn for s in found.report.sites if s.kind == "modulate"} | {r.fqn for r in found.report.rejects}
-    inside = {n: k for k in found.report.kernels for n in k.replaced if k.direction == "forward"}
-    entries = []
-    for graph in found.graphs:
-        for sub in pipeline.nested(graph.before):
-            for node in sub.graph.nodes:
-                place = source.fqn(node)
-                if ops_view.canonical(node) not in NORMS or not within(place, fqn) or place in known:
-                    continue
-                where = f" ({short(source.where(node))})" if source.where(node) else ""
-                head = f"{place or '(root)'}: {ops_view.canonical(node)}{where}"
-                if node.name in inside:
-                    k = inside[node.name]
-                    owners = ", ".join(f"the {s.kind} of {s.fqn or '(root)'}" for s in k.sites)
-                    entries.append([f"{head} computed inside {k.operator}, with {owners}"])
-                    continue
-                entries.append([f"{head} left alone", f"  reason: its result is read by {readers(node)}, and not "
-                                "multiplied by a factor that depends on an input: no modulate"])
-    return entries
+def covered_lines(norm: str, site: Site) -> list[str]:
+    """A norm that belongs to a site of another module, such as the gate in front of it."""
+    kernel = "computed in the kernel of" if site.status == "rewritten" else "part of"
+    return [f"{norm}: {kernel} the {site.kind} of {site.fqn or '(root)'}, {site.status} by rule {site.rule}",
+            *([f"  reason: {site.reason}"] if site.reason else [])]
 
 
-def readers(node: fx.Node) -> str:
-    """What reads a node, casts looked through."""
-    names: dict[str, None] = {}
-    todo = list(node.users)
-    while todo:
-        user = todo.pop(0)
-        name = ops_view.canonical(user)
-        if name == "cast":
-            todo += list(user.users)
-            continue
-        names[name or str(getattr(user.target, "__name__", user.target))] = None
-    return ", ".join(names) or "nothing"
+def miss_lines(miss: NearMiss) -> list[str]:
+    """A near miss in words."""
+    place = f" ({short(miss.where)})" if miss.where else ""
+    return [f"{miss.fqn or '(root)'}: no {miss.kind}{place}", f"  reason: {miss.reason}"]

@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphopt import _compat, backend
+from graphopt._compat_capture import GraphBreaks, break_of, capture_settings, error_line, is_disabled
 from graphopt.config import Config
 from graphopt.errors import GraphoptError
 from graphopt.passes import facts, ops_view, pipeline
@@ -92,7 +93,7 @@ def _on(
     def compile_graph(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         record = GraphRecord(_compat.current_compile_id(), [], _compat.current_attempt())
         report.add(record)
-        graph = Graph(record, pipeline.copy(gm), ended=_compat.break_of(gm))
+        graph = Graph(record, pipeline.copy(gm), ended=break_of(gm))
         graphs.append(graph)
 
         def keep(name: str, now: fx.GraphModule) -> None:
@@ -103,21 +104,21 @@ def _on(
             graph.stages = {p.name: result for p in record.passes}
         return backend.counted(gm.forward if executed else stand_in(gm), record)
 
-    met = _compat.GraphBreaks()
+    met = GraphBreaks()
     run = torch.compile(twin, backend=compile_graph)
-    with _compat.capture_settings(), torch.random.fork_rng(devices=[]):
+    with capture_settings(), torch.random.fork_rng(devices=[]):
         try:
             run(*args, **kwargs)
         except Exception as error:
             if device == "meta":
                 raise
-            raise CaptureError(f"the model cannot be captured: {explain(error)}", where=_compat.error_line(error),
+            raise CaptureError(f"the model cannot be captured: {explain(error)}", where=error_line(error),
                                remedy="run it eagerly with the same inputs first; the error is usually the same"
                                ) from error
     breaks = met.found()
     live = [g for g in graphs if any(g.record is r for r in report.graphs)]
     if not live:
-        why = "its forward is marked with torch.compiler.disable" if _compat.is_disabled(model) else "none was traced"
+        why = "its forward is marked with torch.compiler.disable" if is_disabled(model) else "none was traced"
         reasons = "; ".join(f"{r} ({w})" for r, w in breaks) or why
         raise CaptureError(f"torch captured no graph: {reasons}", where=breaks[0][1] if breaks else None,
                            remedy="move what breaks the graph out of forward; TORCH_LOGS=graph_breaks shows more")
@@ -129,7 +130,7 @@ def explain(error: BaseException) -> str:
     text = " ".join(str(error).split("from user code:")[0].split())
     detail = re.search(r"got (\w*(?:Error|Exception)\(.*)", text)
     text = (detail[1] if detail else text)[:240]
-    place = _compat.error_line(error)
+    place = error_line(error)
     return f"{text} ({place})" if place else text
 
 

@@ -198,8 +198,15 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in out)
 
 
+MOST_PARTS = 8  # of a repeating unit: a block that a kernel reaches across is cut into a few
+
+
 def sections(all_rows: Iterable[Row]) -> Iterator[Section]:
-    """Rows cut where the owning block changes, equal neighbours folded into one."""
+    """Rows cut where the owning block changes, repeating units of successive blocks folded into one.
+
+    A unit is usually one block.  Where a kernel covers the end of one block and the start of the next, it is a block
+    with what stands between it and the next one.
+    """
     cut: list[Section] = []
     for r in all_rows:
         block = block_of(r.fqn)
@@ -208,19 +215,40 @@ def sections(all_rows: Iterable[Row]) -> Iterator[Section]:
             cut[-1].rows.append(r)
         else:
             cut.append(Section(block, [r]))
-    last: Section | None = None
-    for section in cut:
-        if last is not None and _equal(last, section):
-            last.same.append(section)
-            continue
-        if last is not None:
-            yield last
-        last = section
-    if last is not None:
-        yield last
+    tokens = [(relative(s.block), index_of(s.block), tuple(r.like() for r in s.rows)) for s in cut]
+    at = 0
+    while at < len(cut):
+        size, times = _unit(tokens, at)
+        units = [_joined(cut[k:k + size]) for k in range(at, at + size * times, size)]
+        units[0].same = units[1:]
+        yield units[0]
+        at += size * times
 
 
-def _equal(a: Section, b: Section) -> bool:
-    if not a.block or relative(a.block) != relative(b.block) or len(a.rows) != len(b.rows):
+def _unit(tokens: list[tuple[str, int, Any]], at: int) -> tuple[int, int]:
+    """The repeating unit that starts at a place: how many sections it has, and how often it stands there in a row."""
+    best = (1, 1)
+    for size in range(1, MOST_PARTS + 1):
+        times = 1
+        while _repeats(tokens, at + (times - 1) * size, size):
+            times += 1
+        if times > 1 and size * times > best[0] * best[1]:
+            best = (size, times)
+    return best
+
+
+def _repeats(tokens: list[tuple[str, int, Any]], at: int, size: int) -> bool:
+    """Do the sections after the next `size` ones equal these, in the next block?"""
+    if at + 2 * size > len(tokens) or all(tokens[at + k][1] < 0 for k in range(size)):
         return False
-    return all(p.like() == q.like() for p, q in zip(a.rows, b.rows))
+    for k in range(size):
+        (name, i, content), (other, j, theirs) = tokens[at + k], tokens[at + size + k]
+        if name != other or content != theirs or (j - i != 1 if i >= 0 else j >= 0):
+            return False
+    return True
+
+
+def _joined(parts: list[Section]) -> Section:
+    """Several sections in a line as one, called by its largest block."""
+    largest = max(parts, key=lambda s: (bool(s.block), len(s.rows)))
+    return Section(largest.block, [r for s in parts for r in s.rows])

@@ -34,8 +34,7 @@ def render(report: Report, title: str, target: str | None = None, captured: Capt
     return environment.from_string(template).render(
         title=title, facts=_facts(report, target, captured), cards=_cards(report), notes=_notes(report, captured),
         site_groups=[_site_group(g, report) for g in text.site_groups(report.sites)],
-        alone_groups=[{"first": g[0], "title": joined(r.fqn for r in g), "members": g}
-                      for g in text.reject_groups(report.rejects)],
+        alone_groups=_alone(report),
         kernel_groups=[_kernel_row(g) for g in kernels], sources=_sources(report.kernels),
         graphs=graphs, changes=_changes(graphs), data=_data(graphs), short=short, kernel_name=kernel_name,
         css=_safe(css), js=_safe(js),
@@ -82,7 +81,7 @@ def _cards(report: Report) -> list[tuple[str, str]]:
     if eager:
         label = f"less memory traffic a step than the same ops in eager mode ({text.gib(eager)})"
         cards.append((text.gib(eager - fused), label))
-    cards.append((str(len(report.rejects)), "places left alone"))
+    cards.append((f"{len(report.rejects)} + {len(report.near_misses)}", "places refused, near misses"))
     return cards
 
 
@@ -106,6 +105,12 @@ def _site_group(group: list[Site], report: Report) -> dict[str, Any]:
     return {"first": group[0], "title": joined(s.fqn for s in group), "members": members, "files": list(files_)}
 
 
+def _alone(report: Report) -> list[dict[str, Any]]:
+    groups = [(f"refused, rule {g[0].rule}", g) for g in text.reject_groups(report.rejects)]
+    near = [(f"no {g[0].kind}", g) for g in text.miss_groups(report.near_misses)]
+    return [{"what": what, "first": g[0], "title": joined(x.fqn for x in g), "members": g} for what, g in groups + near]
+
+
 def kernel_name(file: str) -> str:
     """`gate_norm_forward_0123456789ab.py` -> `gate_norm_forward`."""
     return file.rsplit("_", 1)[0]
@@ -115,7 +120,7 @@ def _kernel_row(group: list[Kernel]) -> dict[str, Any]:
     k = group[0]
     fused, eager = (sum(getattr(x.traffic, n) for x in group if x.traffic) for n in ("fused", "op_by_op"))
     return {"calls": len(group), "operator": k.operator, "direction": k.direction, "files": k.sources,
-            "fused": text.gib(fused), "eager": text.gib(eager)}
+            "resources": k.resources, "fused": text.gib(fused), "eager": text.gib(eager)}
 
 
 def _sources(kernels: Iterable[Kernel]) -> dict[str, str]:
@@ -138,7 +143,21 @@ def _changes(graphs: list[Graph]) -> list[dict[str, Any]]:
             head = f"graph {i}: {record.name}" if len(graphs) > 1 else record.name
             out.append({"title": head, "note": f"{record.nodes_before} → {record.nodes_after} nodes", "changes": found,
                         "before": before_name, "after": record.name})
-            before, before_name = after, record.name
+            if _changed(before, after):
+                before, before_name = after, record.name
+    return out
+
+
+def _changed(before: fx.GraphModule, after: fx.GraphModule) -> bool:
+    return rows(before) != rows(after)
+
+
+def _stages(graph: Graph) -> dict[str, fx.GraphModule]:
+    """The graph before, and after each pass that changed it."""
+    out = {"before": graph.before}
+    for name, gm in graph.stages.items():
+        if _changed(list(out.values())[-1], gm):
+            out[name] = gm
     return out
 
 
@@ -166,7 +185,7 @@ def _data(graphs: list[Graph]) -> dict[str, Any]:
 
     made = []
     for g in graphs:
-        stages = {"before": stage(g.before), **{name: stage(gm) for name, gm in g.stages.items()}}
+        stages = {name: stage(gm) for name, gm in _stages(g).items()}
         ended = f"{g.ended[0]} ({short(g.ended[1])})" if g.ended else ""
         made.append({"name": g.record.compile_id, "stages": stages, "ended": ended})
     return {"graphs": made, "words": list(words)}

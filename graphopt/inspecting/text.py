@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from graphopt.inspecting.nodes import joined, relative, short
-from graphopt.passes.record import Kernel, Reject, Site
+from graphopt.passes.record import Kernel, NearMiss, Reject, Site
 
 if TYPE_CHECKING:
     from graphopt._inspect import Inspection
@@ -40,6 +41,13 @@ def render(seen: Inspection) -> str:
         r = left[0]
         lines.append(f"  {len(left):4d} {joined(g.fqn for g in left)}  rule {r.rule}")
         lines.append(f"       {r.reason}" + (f"  ({short(r.where)})" if r.where else ""))
+    misses = miss_groups(report.near_misses)
+    if misses:
+        lines += ["", f"near misses: {len(report.near_misses)} norms and gated sums that are no site"]
+    for near in misses:
+        m = near[0]
+        lines.append(f"  {len(near):4d} no {m.kind:8} {joined(g.fqn for g in near)}")
+        lines.append(f"       {m.reason}" + (f"  ({short(m.where)})" if m.where else ""))
     lines += kernels(report.kernels)
     return "\n".join(lines)
 
@@ -70,10 +78,16 @@ def reject_groups(rejects: Iterable[Reject]) -> list[list[Reject]]:
     return list(groups.values())
 
 
+def miss_groups(misses: Iterable[NearMiss]) -> list[list[NearMiss]]:
+    """Near misses that differ in nothing but the number of their block."""
+    groups: dict[Any, list[NearMiss]] = {}
+    for m in misses:
+        groups.setdefault((m.kind, bare(m.reason), m.where, relative(m.fqn)), []).append(m)
+    return list(groups.values())
+
+
 def bare(reason: str) -> str:
     """A reason without the running numbers of node names."""
-    import re
-
     return re.sub(r"_\d+\b", "_#", reason)
 
 
@@ -109,7 +123,7 @@ def kernels(found: list[Kernel]) -> list[str]:
         k = group[0]
         line = f"  {len(group):4d} {k.operator} {k.direction}"
         if k.sources:
-            line += f"  {', '.join(k.sources)}"
+            line += "".join(f"\n       {f}  {r}" for f, r in zip(k.sources, k.resources))
         lines.append(line)
     fused, eager = (sum(getattr(k.traffic, key) for k in found if k.traffic) for key in ("fused", "op_by_op"))
     if eager:

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from graphopt import _compat
+from graphopt import _compat, _compat_capture
 
 
 def test_inductor_compile_takes_options_by_keyword() -> None:
@@ -221,6 +221,86 @@ def test_post_grad_pass_runs_on_both_graphs_and_keys_the_cache() -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
     f(x, w).backward()
     assert seen == ["ours", "theirs"] * 2
+
+
+def test_artifacts_reach_the_structured_trace(tmp_path) -> None:
+    """What TORCH_TRACE writes and tlparse reads: one artifact a graph, under its compile id."""
+    import json
+    import os
+    import subprocess
+    import sys
+
+    code = ("import torch, torch.nn.functional as F\n"
+            "f = lambda x, s, b: F.layer_norm(x, (8,)) * (1 + s) + b\n"
+            "torch.compile(f, backend='graphopt', options={'graphopt.compiler': 'eager'})"
+            "(torch.ones(2, 20, 8), torch.ones(2, 1, 8), torch.ones(2, 1, 8))\n")
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TORCH_TRACE": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.iterdir()
+    lines = log.read_text().splitlines()
+    (at,) = [i for i, line in enumerate(lines) if '"graphopt_report"' in line]
+    head = json.loads(lines[at][lines[at].index("{"):])
+    assert head["artifact"] == {"name": "graphopt_report", "encoding": "json"}
+    assert head["frame_id"] == 0
+    payload = json.loads(lines[at + 1].strip())
+    assert payload["passes"][-1]["sites"][0]["kind"] == "modulate"
+
+
+def test_inductor_cache_folder() -> None:
+    assert "inductor" in _compat.inductor_cache_folder()
+
+
+def test_values_of_inputs_and_graph_breaks() -> None:
+    seen = []
+
+    def backend(gm, inputs):
+        seen.append((_compat_capture.real_inputs(gm), _compat_capture.break_of(gm)))
+        return gm.forward
+
+    def f(x, w):
+        y = x + w
+        torch._dynamo.graph_break()
+        return y * 2
+
+    x, w = torch.randn(3), torch.randn(3)
+    met = _compat_capture.GraphBreaks()
+    torch.compile(f, backend=backend)(x, w)
+    (values, ended), (_, last) = seen
+    assert {id(v) for v in values} == {id(x), id(w)}
+    assert "graph_break" in ended[0]
+    assert ended[1].startswith(__file__)
+    assert last is None
+    assert met.found() == [ended]
+    assert _compat_capture.GraphBreaks().found() == []
+
+    def loop(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x
+
+    met = _compat_capture.GraphBreaks()
+    torch.compile(loop, backend=backend)(x)
+    assert any("runs loop uncompiled" in reason for reason, _ in met.found())
+
+
+def test_capture_settings_are_put_back() -> None:
+    from torch._dynamo import config
+    from torch._subclasses import fake_tensor
+
+    before = fake_tensor.FakeTensorMode.__init__, config.recompile_limit
+    with _compat_capture.capture_settings():
+        assert config.recompile_limit > 1000
+        f = torch.compile(lambda x: torch.where(x > 0, x, torch.as_tensor(3.0, device=x.device)), backend="eager")
+        assert f(torch.empty(2, device="meta")).device.type == "meta"
+    assert (fake_tensor.FakeTensorMode.__init__, config.recompile_limit) == before
+
+
+def test_disabled_and_error_lines() -> None:
+    assert _compat_capture.is_disabled(torch.compiler.disable(lambda x: x))
+    assert not _compat_capture.is_disabled(torch.nn.Linear(2, 2))
+    with pytest.raises(Exception, match="mat") as caught:
+        torch.compile(lambda x: x @ torch.ones(3, 3), backend="eager")(torch.ones(2, 2))
+    assert _compat_capture.error_line(caught.value).startswith(__file__)
 
 
 def test_graphs_call_the_overload_of_a_custom_operator() -> None:

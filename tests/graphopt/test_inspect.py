@@ -119,8 +119,18 @@ def test_equal_blocks_are_folded() -> None:
     titles = [s.title for s in nodes.sections(nodes.rows(seen.graph("before"))) if s.block]
     assert titles == ["blocks.0..5"]
     assert "blocks.1..5" in str(seen)
-    assert len(str(seen).splitlines()) < 30
+    assert len(str(seen).splitlines()) < 40
     assert nodes.joined(["a.3.x", "a.1.x", "a.2.x", "a.7.x", "b"]) == "a.1..3,7.x, b"
+
+
+def test_blocks_that_a_kernel_reaches_across_are_folded_too() -> None:
+    seen = graphopt.inspect(Stack(7), *operands(), options={"graphopt.select": "all"})
+    assert any(s.rule == "gate_norm_modulate" for s in seen.report.sites)
+    found = list(nodes.sections(nodes.rows(seen.graph("after"))))
+    assert len(found) <= 8
+    assert max(len(s.same) for s in found) >= 4
+    for s in found:
+        assert all(len(o.rows) == len(s.rows) for o in s.same)
 
 
 def test_sections_hold_every_row_once(wan) -> None:
@@ -175,8 +185,8 @@ def test_a_model_with_weights_stays_as_it_was() -> None:
 
 def test_why(wan) -> None:
     assert "modulate of bfloat16[2, 32, 24] rewritten by rule norm_modulate" in wan.why("blocks.0.norm1")
-    assert "computed inside gate_norm" in wan.why("blocks.1.norm2")
-    assert "left alone" in wan.why("blocks.0.attn1.norm_q")
+    assert "computed in the kernel of the gate of blocks.1" in wan.why("blocks.1.norm2")
+    assert "blocks.0.attn1.norm_q: no modulate" in wan.why("blocks.0.attn1.norm_q")
     assert "no norm and no gated addition" in wan.why("condition_embedder.text_embedder")
     with pytest.raises(ConfigError, match=r"did you mean 'blocks\.1\.norm3'"):
         wan.why("block.1.norm3")
@@ -191,6 +201,7 @@ def asked(name: str):
         for sub in pipeline.nested(graph.before):
             owners |= {graphopt.passes.source.fqn(n) for n in sub.graph.nodes
                        if ops_view.canonical(n) in ("layer_norm", "rms_norm")}
+    owners |= {m.fqn for m in seen.report.near_misses}
     return seen, owners | {s.fqn for s in seen.report.sites} | {r.fqn for r in seen.report.rejects}
 
 
@@ -310,3 +321,25 @@ def test_stand_in_has_the_shapes_of_the_graph() -> None:
     assert not floats.any()
     assert floats.requires_grad
     assert integers.tolist() == [1, 3, 6]
+
+
+def test_the_page_of_a_real_compile(tmp_path: Path) -> None:
+    step = torch.compile(Stack(3), backend="graphopt", options={"graphopt.select": "all", "graphopt.compiler": "eager"})
+    step(*operands())
+    path = graphopt.report(step).to_html(tmp_path / "report.html", title="a <b> run")
+    page = path.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "a &lt;b&gt; run" in page
+    assert "blocks.1..2" in page
+    assert 'id="graph"' not in page, "a report holds no graphs"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        graphopt.report(step).to_html(tmp_path / "report.html" / "below")
+
+
+def test_the_page_is_one_file_without_network(wan) -> None:
+    page = wan.to_html()
+    assert "<script src" not in page
+    assert "<link" not in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert page.count("</script>") == 2, "data cannot end the script early"
