@@ -20,6 +20,8 @@ PARTS = {
     "graphopt": [*NIGHTLY, "tests/graphopt"],
     "passes": [*NIGHTLY, "tests/passes"],
     "schedule": [*NIGHTLY, "tests/schedule"],
+    "codegen": [*NIGHTLY, "tests/codegen"],
+    "kernels": ["env", "TRITON_INTERPRET=1", *NIGHTLY, "tests/codegen/test_kernels.py"],
     "zoo": [sys.executable, "benchmarks/zoo_matrix.py"],
     "match": [sys.executable, "benchmarks/match.py"],
 }

@@ -84,7 +84,6 @@ class Facts:
                 return write.node
         return None
 
-
     def written_after(self, last: int, nodes: list[Node]) -> Node | None:
         """The first in-place write after `last` that is known to change one of the tensors, or None."""
         start = bisect_left(self.writes, last + 1, key=lambda w: w.index)

@@ -108,7 +108,7 @@ def run(form: Form, B: int, S: int, D: int, dtypes: str, device: str, mean: floa
     dtype, factors = DTYPES[dtypes]
     width = lambda size: D if size == 7 else B if size == 2 else S if size == 6 else size
     form = replace(form, layout=tuple(map(width, form.layout)))
-    seeds = 20 if D * B * S <= 200 else 5 if D * B * S <= 20_000 else 1
+    seeds = 20 if D * B * S <= 200 else 3 if D * B * S <= 6_000 else 1
     trials = []
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -124,6 +124,8 @@ def test_every_form(form: Form, device: str, poisoned: None) -> None:
 @pytest.mark.parametrize("D", WIDTHS[:-1])
 @pytest.mark.parametrize("fusion", USUAL)
 def test_widths(fusion: str, D: int, device: str, poisoned: None) -> None:
+    if device == "cpu" and D > 1536 and fusion not in ("norm_modulate", "gate_norm_modulate"):
+        pytest.skip("the interpreter takes seconds: nightly, and on a GPU")
     run(plain(fusion), 2, 9 if D < 1000 else 3, D, "bf16-fp32", device)
 
 
@@ -137,7 +139,7 @@ def test_very_wide(fusion: str, D: int, device: str, poisoned: None) -> None:
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 20)])
+@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 11)])
 @pytest.mark.parametrize("fusion", USUAL)
 def test_dtypes(fusion: str, B: int, S: int, dtypes: str, device: str, poisoned: None) -> None:
     run(plain(fusion), B, S, 96, dtypes, device)
@@ -279,8 +281,8 @@ FACTORS = [(40,), (1, 1, 1, 40), (2, 1, 1, 40), (2, 3, 1, 40), (1, 3, 1, 40), (1
 @pytest.mark.parametrize("scale", FACTORS, ids=str)
 def test_factor_layouts(scale: tuple, gate: tuple, device: str) -> None:
     """Any factor that broadcasts, also two that vary over different dimensions."""
-    if device == "cpu" and hash((scale, gate)) % 3:
-        pytest.skip("a third of the pairs under the interpreter")
+    if device == "cpu" and (FACTORS.index(scale) + 3 * FACTORS.index(gate)) % 5:
+        pytest.skip("a fifth of the pairs under the interpreter")
     form = plain("gate_norm_modulate")
     new = lambda *s: torch.randn(*s, device=device, requires_grad=True)
     t = operands(form, torch.float32) | {"x": new(2, 3, 17, 40), "branch": new(2, 3, 17, 40), "gate": new(*gate),
