@@ -47,6 +47,8 @@ def graphopt(
     engine = streamed(example_inputs)
     if engine is not None:
         compiled = by_layer(gm, example_inputs, engine, config, inductor_options, record)
+    elif (regions := by_region(gm, example_inputs, config, inductor_options, record)) is not None:
+        compiled = regions
     else:
         rewritten = rewrite(gm, config, record)
         compiled = hand_over(rewritten, example_inputs, config, with_order(inductor_options, config, record.sites))
@@ -156,16 +158,41 @@ def by_layer(
     """Compile the graph of a streamed model: cut it by layer, each class of equal layers once."""
     from graphopt.streaming.compile import compile_streamed
 
+    one = by_part(config, inductor_options, record)
+    result = compile_streamed(gm, example_inputs, engine, one, frame=record.compile_id.split("/")[0])
+    record.passes += result.records
+    record.notes += result.notes
+    return result.program
+
+
+def by_region(
+    gm: fx.GraphModule, example_inputs: list[Any], config: Config, inductor_options: dict[str, Any],
+    record: reporting.GraphRecord,
+) -> Callable[..., Any] | None:
+    """Compile each class of equal layers once; None where that is off, or nothing repeats (noted in the report)."""
+    if config.regions != "auto":
+        return None
+    from graphopt.regions import compile_regions
+
+    result = compile_regions(gm, example_inputs, by_part(config, inductor_options, record))
+    if isinstance(result, str):
+        record.notes.append(f"regions: the graph is compiled as one, {result}")
+        return None
+    record.passes += result.records
+    record.notes += result.notes
+    return result
+
+
+def by_part(config: Config, inductor_options: dict[str, Any], record: reporting.GraphRecord) -> Any:
+    """How a part of a graph is rewritten and compiled: gives it rewritten, its records, and its compiler."""
+
     def one(part: fx.GraphModule) -> tuple[fx.GraphModule, list[PassRecord], Compile]:
         of_part = reporting.GraphRecord(record.compile_id, [], notes=record.notes)
         rewritten = rewrite(part, config, of_part)
         options = with_order(inductor_options, config, of_part.sites)
         return rewritten, of_part.passes, lambda graph, inputs: hand_over(graph, inputs, config, options)
 
-    result = compile_streamed(gm, example_inputs, engine, one, frame=record.compile_id.split("/")[0])
-    record.passes += result.records
-    record.notes += result.notes
-    return result.program
+    return one
 
 
 def counted(compiled: Callable[..., Any], record: reporting.GraphRecord) -> Callable[..., Any]:

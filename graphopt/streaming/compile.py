@@ -11,21 +11,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from graphopt import _compat
+from graphopt import segments
 from graphopt.errors import StreamError
 from graphopt.passes import partition, pipeline, stream_classes
 from graphopt.passes.partition import Segment, example
 from graphopt.passes.record import PassRecord
+from graphopt.segments import Step
 from graphopt.streaming import handles
 from graphopt.streaming.engine import Engine
-from graphopt.streaming.program import LayerCall, Program, Step
+from graphopt.streaming.program import LayerCall, Program
 from graphopt.streaming.store import Entry, HostLayer
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -74,18 +75,18 @@ def compile_streamed(
     entries = {n: e for n, e in zip(nodes, map(handles.entry_of, inputs)) if e is not None}
     partition.inline_checkpoints(twin, lambda n: n in entries)
     read = {e.layer.fqn for e in entries.values()}
-    segments = partition.partition(twin, engine.store.by_fqn, next(iter(read)) if len(read) == 1 else None)
-    _own(segments, entries)
-    number = _numbers(twin, segments)
+    parts = partition.partition(twin, engine.store.by_fqn, next(iter(read)) if len(read) == 1 else None)
+    _own(parts, entries)
+    number = segments.numbers(twin, parts)
     real = dict(zip(nodes, inputs))
     builder = _Builder(twin, engine, entries, real, rewrite)
-    steps = [builder.step(s, number) for s in segments]
-    _mark_dead(steps, _results(twin, number), len(nodes))
+    steps = [builder.step(s, number) for s in parts]
+    segments.mark_dead(steps, segments.results(twin, number))
     calls = [s.call for s in steps if isinstance(s.call, LayerCall)]
     program = Program(
         engine, steps,
         constants={number[n]: partition.attribute(twin, str(n.target)) for n in number if n.op == "get_attr"},
-        results=_results(twin, number), size=len(number), anchors=tuple(builder.anchors),
+        results=segments.results(twin, number), size=len(number), anchors=tuple(builder.anchors),
     )
     program.plan()
     classes = Counter(id(c.forward) for c in calls)
@@ -98,9 +99,9 @@ def compile_streamed(
     return Result(program, builder.records, notes)
 
 
-def _own(segments: list[Segment], entries: dict[Node, Entry]) -> None:
+def _own(parts: list[Segment], entries: dict[Node, Entry]) -> None:
     """Check that every layer's weights are read inside the layer."""
-    for segment in segments:
+    for segment in parts:
         for node in segment.inputs:
             entry = entries.get(node)
             if entry is None:
@@ -125,29 +126,6 @@ def _split(entries: dict[Node, Entry], engine: Engine, frame: str) -> list[str]:
             if len(frames) > 1 and len(set().union(*frames.values())) > min(map(len, frames.values())):
                 split.append(layer.fqn)
     return split
-
-
-def _numbers(gm: fx.GraphModule, segments: list[Segment]) -> dict[Node, int]:
-    """A number for every value that crosses a segment: arguments first, then constants, then outputs of segments."""
-    crossing = list(gm.graph.find_nodes(op="placeholder"))
-    crossing += [n for n in gm.graph.find_nodes(op="get_attr")
-                 if not isinstance(partition.attribute(gm, str(n.target)), torch.nn.Module)]
-    crossing += [n for s in segments for n in s.outputs]
-    return {n: i for i, n in enumerate(crossing)}
-
-
-def _results(gm: fx.GraphModule, number: dict[Node, int]) -> tuple[Any, ...]:
-    output = next(n for n in gm.graph.nodes if n.op == "output")
-    return tuple(number[r] if isinstance(r, Node) else (r,) for r in output.args[0])
-
-
-def _mark_dead(steps: list[Step], results: tuple[Any, ...], arguments: int) -> None:
-    """Note after which step a value is not read again, so that it is freed there."""
-    alive = {r for r in results if isinstance(r, int)}
-    for step in reversed(steps):
-        last = {i for i in (*step.inputs, *step.outputs) if i not in alive}
-        step.dead = tuple(sorted(last))
-        alive |= last
 
 
 class _Builder:
@@ -178,14 +156,14 @@ class _Builder:
 
     def glue(self, segment: Segment, sub: fx.GraphModule) -> Callable[..., Any]:
         """Code between layers; what holds no tensor operation runs as it is."""
-        if all(_is_trivial(n) for n in segment.nodes):
+        if all(segments.is_trivial(n) for n in segment.nodes):
             return sub.forward
         key = "glue " + stream_classes.structural_hash(sub, lambda i: self._identity(segment.inputs[i]))
         if key not in self.classes:
             rewritten, records, compile_one = self.rewrite(sub)
             self.records += records
             self.classes[key] = compile_one(
-                rewritten, [self.real.get(n, _fresh(example(n))) for n in segment.inputs])
+                rewritten, [self.real.get(n, segments.fresh(example(n))) for n in segment.inputs])
         return self.classes[key]
 
     def _identity(self, node: Node) -> object:
@@ -208,26 +186,28 @@ class _Builder:
             built = self.classes[key] = self._build(segment, sub, layer, arguments, random)
             self.records += built.records
         else:
-            self.records += [_renamed(r, built.layer, layer.fqn) for r in built.records]
+            self.records += [segments.renamed(r, built.layer, layer.fqn) for r in built.records]
         self.calls += 1
-        return LayerCall(self.calls - 1, layer, built.forward, built.train, arguments,
-                         tuple(_carries(example(n)) for n in values), built.outputs, built.random, segment.where)
+        grads = tuple(segments.carries(example(n)) for n in values)
+        return LayerCall(self.calls - 1, layer, built.forward, built.train, arguments, grads, built.outputs,
+                         built.random, segment.where)
 
     def _build(
         self, segment: Segment, sub: fx.GraphModule, layer: HostLayer, arguments: tuple[tuple[str, int], ...],
         random: bool,
     ) -> Built:
         rewritten, records, compile_one = self.rewrite(sub)
-        outputs = tuple(_carries(example(n)) for n in segment.outputs)
+        outputs = tuple(segments.carries(example(n)) for n in segment.outputs)
 
         def fakes(grad: bool) -> list[Any]:
             made = []
             for node, (kind, i) in zip(segment.inputs, arguments):
                 if kind == "weight":
                     e = layer.entries[i]
-                    made.append(_fake(example(node), e.shape, e.stride, e.dtype, grad and e.handle.requires_grad))
+                    trained = grad and e.handle.requires_grad
+                    made.append(segments.fake(example(node), e.shape, e.stride, e.dtype, trained))
                 else:
-                    made.append(_fresh(example(node), grad))
+                    made.append(segments.fresh(example(node), grad))
             return made
 
         train = None
@@ -239,45 +219,3 @@ class _Builder:
             with torch.no_grad():
                 forward = compile_one(pipeline.copy(rewritten), fakes(False))
         return Built(forward, train, outputs, random, layer.fqn, records)
-
-
-def _carries(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _is_trivial(node: Node) -> bool:
-    value = example(node)
-    if isinstance(value, torch.Tensor):
-        return False
-    return not isinstance(value, (tuple, list)) and value is not None
-
-
-def _fresh(value: object, grad: bool = True) -> object:
-    """A new fake tensor like a traced one, a leaf with the same requires_grad; anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _fake(value, value.shape, value.stride(), value.dtype, grad and value.requires_grad)
-
-
-def _fake(like: object, shape: Any, stride: Any, dtype: torch.dtype, grad: bool) -> torch.Tensor:
-    assert isinstance(like, torch.Tensor)
-    with _compat.fake_mode_of([like]):
-        return torch.empty_strided(shape, stride, dtype=dtype, device=like.device, requires_grad=grad)
-
-
-def _renamed(record: PassRecord, old: str, new: str) -> PassRecord:
-    """The record of a class's first member, for another member of it."""
-
-    def name(fqn: str) -> str:
-        for a in (old,):
-            at = fqn.find(a)
-            if at >= 0 and (at == 0 or fqn[at - 1] == ".") and fqn[at + len(a):at + len(a) + 1] in ("", "."):
-                return fqn[:at] + new + fqn[at + len(a):]
-        return fqn
-
-    sites = {s: replace(s, fqn=name(s.fqn)) for s in record.sites}
-    return replace(
-        record, milliseconds=0.0, sites=list(sites.values()),
-        rejects=[replace(r, fqn=name(r.fqn)) for r in record.rejects],
-        kernels=[replace(k, sites=tuple(sites.get(s, s) for s in k.sites)) for k in record.kernels],
-    )

@@ -17,6 +17,7 @@ from torch import fx
 
 from graphopt.errors import StreamError
 from graphopt.passes import stream_check, stream_graph
+from graphopt.segments import Step
 from graphopt.streaming.engine import Engine, Walk
 from graphopt.streaming.handles import entry_of
 from graphopt.streaming.store import Entry, HostLayer
@@ -49,16 +50,6 @@ class LayerCall:
     def bind(self, weights: Sequence[torch.Tensor], values: Sequence[Any]) -> list[Any]:
         """The arguments of `forward` and `train`."""
         return [weights[i] if kind == "weight" else values[i] for kind, i in self.arguments]
-
-
-@dataclass
-class Step:
-    """One segment: what runs, where its inputs come from and its outputs go, and what is dead afterwards."""
-
-    call: Callable[..., Any] | LayerCall
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    dead: tuple[int, ...] = ()
 
 
 @dataclass
