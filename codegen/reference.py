@@ -3,10 +3,10 @@
 Shapes: B batch, S tokens, D channels; a factor (gate, scale, shift, table) is anything that broadcasts to x [..., D]
 with last size D.
 
-Numerics: everything is computed in fp32 (fp64 when an input is fp64), means and sums accumulate in fp64 (an oracle
-should not add errors of its own), the variance comes from centred values, so rows with a large mean stay right.  h is
-rounded to its dtype before it is normed, as in the model; y is rounded once at the end.
-With rounding points (numerics="eager") the value is also rounded after each op of the source.
+Numerics: everything is computed in fp32 (fp64 when an input is fp64).  Means and sums accumulate in fp64: an oracle
+should not add errors of its own.  The variance comes from centred values, so rows with a large mean stay right.  h is
+rounded to its dtype before it is normed, as in the model; y is rounded once at the end.  With rounding points
+(numerics="eager") the value is also rounded after each op of the source.
 """
 
 from __future__ import annotations

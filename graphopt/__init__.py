@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from graphopt.schedule.planner import plan_batches
     from graphopt.schedule.replan import replan
     from graphopt.schedule.simulate import simulate
+    from graphopt.streaming.attach import stream
+    from graphopt.streaming.optimizer import HostAdamW
+    from graphopt.streaming.planning import stream_plan
 
 __version__ = "0.1.0"
 
@@ -62,11 +65,16 @@ _HOME = {
     "shape_benchmark": "graphopt.schedule.bench",
     "simulate": "graphopt.schedule.simulate",
     "trace_cost": "graphopt.schedule.cost",
+    # stream
+    "HostAdamW": "graphopt.streaming.optimizer",
+    "stream": "graphopt.streaming.attach",
+    "stream_plan": "graphopt.streaming.planning",
 }
 __all__ = [
     "CheckFailed",
     "Config",
     "GraphoptError",
+    "HostAdamW",
     "Inspection",
     "MicrobatchInfo",
     "Plan",
@@ -88,6 +96,8 @@ __all__ = [
     "report",
     "shape_benchmark",
     "simulate",
+    "stream",
+    "stream_plan",
     "trace_cost",
     "unregister_rule",
 ]

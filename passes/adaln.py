@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.codegen import listing, operators, readiness
+from graphopt.codegen.form import OPERANDS
 from graphopt.errors import CodegenError, RewriteError, VerifyError
 from graphopt.passes import near_miss, ops_view, rewrite, source, tables, traffic, verify
 from graphopt.passes.pipeline import PassContext, copy, nested
@@ -149,7 +150,9 @@ class AdaLN:
         if replacement is None:
             raise ValueError("a match was not accepted")
         try:
-            return readiness.check(operand_values(match), replacement.attributes, target, training=needs_grad(match))
+            reasons = [readiness.check(values, replacement.attributes, target, training=needs_grad(match))
+                       for values in operand_values(match)]
+            return next((r for r in reasons if r is not None), None)
         except CodegenError as error:
             if context.on_error == "raise":
                 raise
@@ -256,7 +259,8 @@ def _kernels(
     training = match.rule.function is None and needs_grad(match)
     files: dict[str, str] = {}
     if target != "reference" and match.rule.function is None:
-        specs = readiness.specs(operand_values(match), replacement.attributes, training, target)
+        calls = operand_values(match)
+        specs = [s for v in calls for s in readiness.specs(v, replacement.attributes, training, target)]
         files = {listing.kernel_file(s).name: str(readiness.compile_for(s, target)) for s in specs}
     placed = tuple(n.name for n in match.created if n in left)
     out = []
@@ -269,11 +273,15 @@ def _kernels(
     return out
 
 
-def operand_values(match: Match) -> dict[str, torch.Tensor | None]:
-    """The (fake) operands of a match's operator by name, as the operator gets them."""
+def operand_values(match: Match) -> list[dict[str, torch.Tensor | None]]:
+    """The (fake) operands by name of each operator call of a match, as the operator gets them."""
     if match.replacement is None:
         raise ValueError("a match was not accepted")
-    return {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
+    values = {n: None if x is None else _fake(match, n, x) for n, x in match.replacement.inputs.items()}
+    if "x" in values:
+        return [values]
+    pieces = sum(n.startswith("x.") for n in values)  # joined slices: a call each
+    return [{n: values.get(f"{n}.{i}") for n in OPERANDS} for i in range(pieces)]
 
 
 def _shape(node: Node) -> tuple[int | str, ...]:

@@ -53,9 +53,9 @@ def epsilon(match: Match, prefix: str = "") -> float:
         eps = match[prefix + "eps"]
     elif kind == "rms_norm":
         eps = ops_view.operand(norm, 3, "eps")
-        if eps is None:
-            dtype = ops_view.dtype_of(norm.args[0])
-            eps = torch.finfo(torch.float32 if dtype is None else dtype).eps
+        if eps is None:  # torch takes that of the dtype it computes in, whatever its documentation says
+            wide = ops_view.dtype_of(norm.args[0]) == torch.float64
+            eps = torch.finfo(torch.float64 if wide else torch.float32).eps
     else:
         eps = ops_view.operand(norm, 4, "eps", 1e-5)
     return float(eps.meta["example_value"] if isinstance(eps, Node) else eps)

@@ -84,19 +84,12 @@ class Facts:
                 return write.node
         return None
 
-
-    def argument_written_after(self, last: int, inputs: list[Node]) -> Node | None:
-        """The first in-place write after `last` into an argument of the graph that one of the tensors shares, or None.
-
-        A compiler makes other writes out of place; this one it copies back, over a value saved for the backward.
-        """
+    def written_after(self, last: int, nodes: list[Node]) -> Node | None:
+        """The first in-place write after `last` that is known to change one of the tensors, or None."""
         start = bisect_left(self.writes, last + 1, key=lambda w: w.index)
         late = [w for w in self.writes[start:] if w.storages]
-        if not late:
-            return None
-        arguments = frozenset().union(*(storages_of(n) for n in self.graph.nodes if n.op == "placeholder"))
-        shared = arguments & frozenset().union(*(storages_of(n) for n in inputs))
-        return next((w.node for w in late if w.storages and w.storages & shared), None)
+        storages = frozenset().union(*(storages_of(n) for n in nodes)) if late else frozenset()
+        return next((w.node for w in late if w.storages and w.storages & storages), None)
 
 
 def values_read(node: Node) -> list[Node]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator as op
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,17 +124,18 @@ def replace(match: Match) -> Replacement:
     attributes = call.attributes(match, h=match.root)
     if pieces[0].get("activated") is not None:
         attributes["activation"] = "tanh"
-    attributes["dim"] = match["dim"]
-    return Replacement("gate_residual", inputs, attributes, results, call.layouts(results), views, put)
+    joined = partial(put, match["dim"])
+    return Replacement("gate_residual", inputs, attributes, results, call.layouts(results), views, joined)
 
 
-def put(graph: fx.Graph, replacement: Replacement, inputs: dict[str, Node | None], operator: Any) -> dict[int, Node]:
-    """The calls, one per slice, and the cat."""
-    attributes = dict(replacement.attributes)
-    dim, parts = attributes.pop("dim"), []
+def put(
+    dim: Any, graph: fx.Graph, replacement: Replacement, inputs: dict[str, Node | None], operator: Any
+) -> dict[int, Node]:
+    """The calls, one per slice, and the cat along `dim`."""
+    parts = []
     for i in range(len(inputs) // 3):
         given = {n: inputs.get(f"{n}.{i}") for n in OPERANDS}
-        one = graph.create_node("call_function", operator, (), {**given, "modulation": [], **attributes})
+        one = graph.create_node("call_function", operator, (), {**given, "modulation": [], **replacement.attributes})
         parts.append(graph.call_function(op.getitem, (one, H)))
     return {H: graph.call_function(torch.cat, (parts, dim))}
 

@@ -88,6 +88,8 @@ def _why_no_modulate(norm: Node, found: Found, rejected: dict[str, str]) -> str:
         reason = rejected.get(node.name) or found.look_alikes.get((node, "modulate"))
         if reason is not None:
             return reason
+    if any(ops_view.canonical(node) == "add" and _adds_factor(node, norm, found) for node in readers(norm)):
+        return "a shift without a scale is left to the compiler: fusing it alone saves nothing"
     for node in at:
         attempt = Attempt()
         for _ in norm_modulate.PATTERN.match(node, attempt):
@@ -98,6 +100,17 @@ def _why_no_modulate(norm: Node, found: Found, rejected: dict[str, str]) -> str:
         return str(best)
     reading = ", ".join(dict.fromkeys(_named(readers(norm)))) or "nothing"
     return f"its result is read by {reading}: no scale multiplies it"
+
+
+def _adds_factor(total: Node, norm: Node, found: Found) -> bool:
+    """Is a sum that of a norm and a broadcast factor?"""
+    full, facts = ops_view.value(total), found.facts
+    for operand in ops_view.operands(total):
+        v = ops_view.value(operand)
+        if isinstance(operand, Node) and facts is not None and v is not None and not facts.depends(operand, norm):
+            wide = ops_view.broadcasts_to(v, full) and not ops_view.same_shape(v, full)
+            return wide and not facts.static[operand]
+    return False
 
 
 def _why_no_gate(node: Node, found: Found, rejected: dict[str, str]) -> str:

@@ -25,7 +25,8 @@ from graphopt.passes import ops_view
 from graphopt.passes.rule import Match, Replacement
 
 FACTORS = ("gate", "scale", "shift")
-PATH = ops_view.VIEWS | ops_view.PIECES - {"repeat"} | {"cast"}
+# between the sum and a factor: ops that name no size of the embedding, so that they mean the same for the table
+PATH = frozenset({"chunk", "split", "unbind", "pick", "index", "squeeze", "unsqueeze", "cast"})
 
 
 @dataclass

@@ -131,8 +131,14 @@ def flat(out):
     return [o for o in (out if isinstance(out, tuple) else (out,)) if o.is_floating_point()]
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", list(FORMS))
+CASES = [
+    pytest.param(name, dynamic, id=f"{name}-{'dynamic' if dynamic else 'static'}",
+                 marks=[pytest.mark.nightly] if dynamic and i % 3 else [])
+    for i, name in enumerate(FORMS) for dynamic in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
 def test_matches_values_and_gradients(name: str, dynamic: bool) -> None:
     f, rules = FORMS[name]
     inputs = [v.requires_grad_() for v in operands()]
@@ -151,6 +157,20 @@ def test_matches_values_and_gradients(name: str, dynamic: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["scale and shift", "gate, modulate", "tanh gate", "gate by addcmul",
+                                  "two modulates", "gate"])
+def test_eager_numerics_round_after_every_op(name: str) -> None:
+    """bf16 with numerics="eager": at most two units in the last place from eager, mostly none."""
+    f, rules = FORMS[name]
+    inputs = operands(torch.bfloat16)
+    got_rules, _found, out = rewritten(f, inputs, numerics="eager")
+    assert got_rules == rules
+    for a, b in zip(flat(out), flat(f(*inputs)), strict=True):
+        ulp = b.float().abs().clamp_min(0.25) * 2**-7
+        assert ((a.float() - b.float()).abs() <= 2 * ulp).all()
+        assert (a == b).float().mean() > 0.9
+
+
 def left_alone(f, *inputs):
     """The reasons given where nothing matches."""
     rules, found, out = rewritten(f, list(inputs))
@@ -166,7 +186,7 @@ NEAR = {  # what it is: (form of x, s, t), the reason that `why` gives
     "unbiased": (lambda x, s, t: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6) * (1 + s)
                  + t, ""),
     "another mean": (lambda x, s, t: (x - t) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-6) * (1 + s), ""),
-    "shift alone": (lambda x, s, t: ln(x) + t, "expected mul"),
+    "shift alone": (lambda x, s, t: ln(x) + t, "a shift without a scale is left to the compiler"),
     "no scale": (lambda x, s, t: ln(x) @ torch.eye(D), "no scale multiplies it"),
     "gated unit": (lambda x, s, t: x + F.silu(x @ torch.eye(D)) * x, "gates a branch by the tokens themselves"),
     "layer scale": (lambda x, s, t: x + W * act(x), "made of parameters alone"),

@@ -117,3 +117,39 @@ def test_wan_ti2v() -> None:
     torch.testing.assert_close(step(**inputs, return_dict=False)[0], model(**inputs, return_dict=False)[0],
                                rtol=1e-4, atol=1e-4)
     graphopt.check(step, {"modulate": 5, "gate": 4}, what="rewritten")
+
+
+@pytest.mark.parametrize("name", ["tables", "joined"])
+def test_kernels_of_a_gpu_that_is_not_here(name: str) -> None:
+    """Folded tables and joined slices compile for sm90, one call per slice."""
+    from graphopt import backend, config, reporting
+
+    pytest.importorskip("triton")
+    width = 32
+
+    def joined(x, g, h):
+        y = torch.tanh(x)
+        return x + torch.cat([y[:, :16] * g, y[:, 16:] * h], 1)
+
+    def tables(x, table, e):
+        b, s = (p.squeeze(2) for p in (table + e).chunk(2, dim=2))
+        return F.layer_norm(x, (width,)) * (1 + s) + b
+
+    x, record = torch.randn(2, 48, width, requires_grad=True), reporting.GraphRecord("0/0", [])
+    f, inputs = {
+        "joined": (joined, [x, torch.randn(2, 1, width), torch.randn(2, 1, width)]),
+        "tables": (tables, [x, nn.Parameter(torch.randn(1, 1, 2, width)), torch.randn(2, 48, 2, width)]),
+    }[name]
+    seen = []
+
+    def capture(gm, example_inputs):
+        options, _ = config.parse(None, {"graphopt.select": "all", "graphopt.on_error": "raise"})
+        seen.append(backend.rewrite(gm, options, record, target="sm90"))
+        return gm.forward
+
+    torch.compile(f, backend=capture)(*inputs)
+    assert [s.status for s in record.sites] == ["rewritten"]
+    found = calls(seen[0].graph)
+    assert all("_triton_" in str(n.target) for n in found)
+    assert [n.kwargs["outputs"] for n in found] == (
+        ["", ""] if name == "joined" else ["scale+scale_table+shift+shift_table"])
