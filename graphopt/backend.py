@@ -161,7 +161,8 @@ def by_layer(
     if _compat.uses_cudagraphs(inductor_options):
         raise StreamError(
             "CUDA graphs (reduce-overhead, triton.cudagraphs) with a streamed model: a replay would overwrite the "
-            "inputs that layers keep for their backward", remedy="use graphopt.mode='max-autotune-no-cudagraphs', or no mode",
+            "inputs that layers keep for their backward",
+            remedy="use graphopt.mode='max-autotune-no-cudagraphs', or no mode",
         )
     one = by_part(config, inductor_options, record)
     result = compile_streamed(gm, example_inputs, engine, one, frame=record.compile_id.split("/")[0])
