@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jinja2 pytest hypothesis accelerate torchdata ruff mypy build
+	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jinja2 pytest hypothesis accelerate peft torchdata ruff mypy build
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -26,7 +26,7 @@ from _results import copy_tb_per_s, save
 from graphopt.codegen import kernels, store
 from graphopt.codegen.configure import Configuration, configure, cut
 from graphopt.codegen.emit import emit
-from graphopt.codegen.emit_sums import emit_sums, tile
+from graphopt.codegen.emit_sums import WARPS, emit_sums, tile
 
 CASES = ("F1f:8x4096x1152,F1b:8x4096x1152,F2f:8x4096x1152,F2b:8x4096x1152,F1f:1x32760x1536,F1b:1x32760x1536,"
          "F2f:1x32760x1536,F2b:1x32760x1536,F1f:2x16384x3072,F1b:2x16384x3072,F2f:2x16384x3072,F2b:2x16384x3072,"
@@ -82,7 +82,7 @@ class Case:
         self.prepare()
         self.base = configure(self.spec)
         if self.direction == "s":
-            self.base = replace(self.base, blocks=tile(self.D), warps=4)
+            self.base = replace(self.base, blocks=tile(self.D), warps=WARPS)
 
     def prepare(self) -> None:
         """Random operands, the spec and the plan."""

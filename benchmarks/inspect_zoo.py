@@ -5,7 +5,8 @@
 Zoo models are tiny (tests/models/zoo.py).  `device` is where the model could be captured and `device_reason` why not on
 meta; `sites` are compared with the counts read off the models' sources, and `asked` is how many norms and gated sums
 `why` was asked about, `answered` for how many it had a reason.  A built-in model runs in a fresh process, so
-`seconds` is a cold start: imports, capture, kernels compiled for sm90 (with an empty cache of Triton) and the page.
+`seconds` is a cold start: imports, capture, kernels compiled for sm90 (with an empty cache of Triton) and the page;
+`cpu_seconds` and `load` (the machine's average at the end) tell how much of it was waiting for other work.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -47,8 +49,8 @@ def zoo_row(name: str) -> dict[str, Any]:
     expected = {"modulate": entry.expected.modulate, "gate": entry.expected.gate}
     return dict(
         model=name, size="tiny", device=seen.captured.device, device_reason=seen.captured.device_reason,
-        graphs=len(seen.graphs), breaks=len(seen.captured.breaks),
-        **ran, expected=expected, as_expected=ran == expected,
+        graphs=len(seen.graphs), breaks=len(seen.captured.breaks), **ran, expected=expected,
+        as_expected=ran == expected,
         rewritten=sum(s.status == "rewritten" for s in report.sites), rejects=len(report.rejects),
         near_misses=len(report.near_misses), asked=len(owners), answered=answered, seconds=seconds,
     )
@@ -57,10 +59,11 @@ def zoo_row(name: str) -> dict[str, Any]:
 def model_row(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton", "GRAPHOPT_CACHE_DIR": f"{folder}/graphopt"}
-        start = time.perf_counter()
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-m", "graphopt", "inspect", name, "--json", f"{folder}/a.json",
                                "--html", f"{folder}/a.html"], env=env, capture_output=True, text=True)
-        seconds = time.perf_counter() - start
+        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if done.returncode:
             raise SystemExit(done.stderr)
         data = json.loads(Path(f"{folder}/a.json").read_text())
@@ -69,12 +72,12 @@ def model_row(name: str) -> dict[str, Any]:
     kernels = [k for g in data["graphs"] for p in g["passes"] for k in p["kernels"]]
     calls = [k for k in kernels if k["direction"] == "forward"]
     return dict(
-        model=name, size="real", device=data["device"], device_reason=data["device_reason"], graphs=len(data["graphs"]),
-        breaks=len(data["breaks"]), modulate=sum(s["kind"] == "modulate" for s in sites),
+        model=name, size="real", device=data["device"], device_reason=data["device_reason"],
+        graphs=len(data["graphs"]), breaks=len(data["breaks"]), modulate=sum(s["kind"] == "modulate" for s in sites),
         gate=sum(s["kind"] == "gate" for s in sites), rewritten=sum(s["status"] == "rewritten" for s in sites),
         kernels=len(calls), kernels_named=sum(bool(k["sources"]) for k in calls),
         saved_gib=sum(k["traffic"]["op_by_op"] - k["traffic"]["fused"] for k in kernels) / (1 << 30),
-        seconds=seconds, html_bytes=size,
+        seconds=seconds, cpu_seconds=cpu, load=os.getloadavg()[0], html_bytes=size,
     )
 
 
@@ -99,11 +102,11 @@ def main() -> None:
         for name in names:
             rows.append(make(name))
             print(rows[-1], flush=True)
-    path = save("inspect", rows, ("model", "size"), {}, args.out)
+            save("inspect", rows, ("model", "size"), {}, args.out)
     tiny = [r for r in rows if r["size"] == "tiny"]
     print(f"{sum(r['device'] == 'meta' for r in tiny)} of {len(tiny)} on meta, "
           f"{sum(r['as_expected'] for r in tiny)} as read off the source, "
-          f"{sum(r['asked'] == r['answered'] for r in tiny)} with an answer for every place; {path}")
+          f"{sum(r['asked'] == r['answered'] for r in tiny)} with an answer for every place")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 NIGHTLY = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly"]
 PARTS = {
     "graphopt": [*NIGHTLY, "tests/graphopt"],
+    "passes": [*NIGHTLY, "tests/passes"],
     "schedule": [*NIGHTLY, "tests/schedule"],
+    "codegen": [*NIGHTLY, "tests/codegen"],
+    "kernels": ["env", "TRITON_INTERPRET=1", *NIGHTLY, "tests/codegen/test_kernels.py"],
+    "inspect": [sys.executable, "benchmarks/inspect_zoo.py"],
+    "zoo": [sys.executable, "benchmarks/zoo_matrix.py"],
     "match": [sys.executable, "benchmarks/match.py"],
 }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.fx.experimental._config
+
+from graphopt.schedule.bench import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
@@ -63,6 +66,16 @@ def make_step(model: torch.nn.Module, device: torch.device) -> Callable:
         model(x, timestep=t, encoder_hidden_states=text, return_dict=False)[0].float().square().mean().backward()
 
     return step
+
+
+def compile_first(step: Callable, grids: list[tuple[int, int, int]], batches: tuple[int, ...]) -> float:
+    """Run the smallest shape of every kind that torch compiles apart (T and B of 1 or more); seconds it took."""
+    begin = time.perf_counter()
+    for images in (True, False):
+        some = [g for g in grids if (g[0] == 1) == images]
+        for b in batches if some else ():
+            step(Shape(b, *min(some, key=np.prod), 512))
+    return time.perf_counter() - begin
 
 
 def start() -> torch.device:
@@ -115,7 +128,7 @@ def rows_of(runs, model, common: dict, compiled: bool, whole_width: bool) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", default="h200")
-    parser.add_argument("--budget", type=float, default=60, help="seconds per system")
+    parser.add_argument("--budget", type=float, default=60, help="seconds per system, compilation apart")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--grids", type=int, default=len(GRIDS), help="how many of the grids, smallest first")
@@ -125,7 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the result files")
     o = parser.parse_args()
     import schedule
-    from graphopt.schedule.bench import Runs, Shape, shape_benchmark
+    from graphopt.schedule.bench import Runs, shape_benchmark
     from graphopt.schedule.models import model_cost
 
     device = start()
@@ -151,7 +164,12 @@ def main() -> None:
         model = build(o.layers, o.width, device, system, o.fsdp)
         key = {"model": f"wan width {o.width}, {o.layers} layers", "dtype": "bf16", "remat": "none", "system": system,
                "fsdp": o.fsdp}  # fmt: skip
-        runs = shape_benchmark(make_step(model, device), shapes, budget_s=o.budget, path=out / name, key=key,
+        step = make_step(model, device)
+        if system != "eager":
+            kinds = [g for g in GRIDS[: o.grids] if g[0] > 1]
+            seconds = compile_first(step, kinds, (1, 2)) + compile_first(step, [GRIDS[0]], (1,))
+            print(f"compiled in {seconds:.0f} s", flush=True)
+        runs = shape_benchmark(step, shapes, budget_s=o.budget, path=out / name, key=key,
                                warmup=3, reset=lambda m=model: m.zero_grad(set_to_none=True),
                                progress=False)  # fmt: skip
         if first:

@@ -1,14 +1,14 @@
 """Every model of the zoo, rewritten: how far output and gradients are from fp64, measured in eager's error.
 
-    python benchmarks/zoo_matrix.py [ENTRY ...] [--variants fp32-static,...] [--third INDEX] [--out FOLDER]
+    python benchmarks/zoo_matrix.py [ENTRY ...] [--variants fp32-static,...] [--out FOLDER]
 
 One row per model and variant (fp32 or bf16, static or dynamic): the training step compiled with select="all" and
 aot_eager, over batches of fresh inputs (at least five, until `uncertainty`, the standard error of log mean, is 0.02;
 at most 64).  `mean` is the geometric mean over tensors and batches of (our error / eager's error), `worst` the largest
 of the tensors; the contract is mean <= 1.05 and worst <= 2 (tests/models/contract.py).  Where it is broken, the same is
 measured without graphopt: `torch_is_wrong` says that torch's own compiler breaks it, too.  Exit code 1 if a row is
-outside for any other reason, or a model cannot be built or run.  `--third` takes the models number INDEX mod 3, in
-fp32 static: what CI runs by rotation.
+outside for any other reason, or a model cannot be built or run.  CI runs a third of the models, another one each day
+(tests/models/test_zoo_matrix.py).
 """
 
 from __future__ import annotations
@@ -66,16 +66,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("entries", nargs="*", default=list(zoo.ZOO))
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--third", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    variants = args.variants.split(",") if args.third is None else ["fp32-static"]
-    entries = args.entries if args.third is None else args.entries[args.third % 3 :: 3]
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     bad = 0
-    for variant in variants:
-        for name in entries:
+    for variant in args.variants.split(","):
+        for name in args.entries:
             start = time.perf_counter()
             row: dict[str, Any] = {"model": name, "variant": variant}
             try:

@@ -56,10 +56,11 @@ def _forward(spec: KernelSpec) -> Configuration:
     if D > FORWARD_D:
         return Configuration((CHUNK,), 8, 0, 0, chunked=True)
     light = len(spec.rows_in) + len(spec.rows_out) <= 2
-    if spec.normed and 256 < D <= 1600:  # one warp per row has no block barrier; a few rows per program feed the ring
+    ring = spec.normed and not any(spec.per_token(f) for f in spec.factors) and ring_limit(spec.target) > 0
+    if ring and 256 < D <= 1600:  # one warp per row has no block barrier; a few rows per program feed the ring
         warps = 1 if light or D <= 1280 else 2
         return Configuration(cut(D, warps * 256), warps, 3, 0, rows=4 if light and D <= 1280 else 2)
-    if spec.normed and light and 1600 < D <= 4096:
+    if ring and light and 1600 < D <= 4096:
         return Configuration(cut(D, 1024), 4, 3, 0, rows=4)
     warps = 1 if D <= 256 else 2 if D <= 512 else 4 if D <= 8192 else 8
     return Configuration(cut(D, warps * 256), warps, 0, 0)

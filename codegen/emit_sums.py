@@ -6,10 +6,16 @@ import torch
 
 from graphopt.codegen.emit_base import HEADER, TL
 
+# warps of a program
+WARPS = 8
+
 
 def tile(D: int) -> tuple[int, int]:
-    """Rows and columns that one program adds at a time: many partials of narrow rows, few of very wide ones."""
-    return (128, 32) if D <= 8192 else (16, 256)
+    """Rows and columns that one program adds at a time: many partials of narrow rows, few of very wide ones.
+
+    Each step costs one latency of L2, so the partials of 132 programs are read in one.
+    """
+    return (256, 16) if D <= 2048 else (256, 32) if D <= 8192 else (16, 256)
 
 
 def emit_sums(

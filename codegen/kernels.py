@@ -20,7 +20,7 @@ from graphopt.codegen import layout, store
 from graphopt.codegen.configure import Configuration, configure, one_pass
 from graphopt.codegen.emit import emit
 from graphopt.codegen.emit_backward import row_means
-from graphopt.codegen.emit_sums import emit_sums, tile
+from graphopt.codegen.emit_sums import WARPS, emit_sums, tile
 from graphopt.codegen.form import split_outputs
 from graphopt.codegen.layout import Plan
 from graphopt.codegen.spec import KernelSpec, numbered
@@ -322,7 +322,7 @@ def _second_stage(
         kernel = sum_kernel(f"{spec.name}_sums", D, width, results)
         columns = tile(D)[1]
         tiles = (D + columns - 1) // columns
-        torch.library.wrap_triton(kernel)[(tiles * len(outs) * G,)](partial, *outs, each, num_warps=4)
+        torch.library.wrap_triton(kernel)[(tiles * len(outs) * G,)](partial, *outs, each, num_warps=WARPS)
 
     for kept, wanted in launches.items():
         outs = [torch.empty(factors[f].shape, dtype=factors[f].dtype, device=h.device) for f, _ in wanted]

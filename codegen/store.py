@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from graphopt.errors import CodegenError
+
 log = logging.getLogger(__name__)
 
 
@@ -33,14 +35,23 @@ def _temporary_folder() -> Path:
 
 
 def write(name: str, source: str) -> Path:
-    """The file that holds `source`, written if it is not there exactly so already."""
+    """The file that holds `source`, written if it is not there exactly so already.
+
+    CodegenError when neither the cache folder nor a temporary one can be written.
+    """
     file = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}.py"
     folder = cache_folder()
     try:
         return _write(folder, file, source)
     except OSError as error:
         log.warning("graphopt: kernel cache %s cannot be used (%s); a temporary folder is", folder, error)
+    try:
         return _write(_temporary_folder(), file, source)
+    except OSError as error:
+        raise CodegenError(
+            f"the source of {name} can be written neither to {folder} nor to a temporary folder: {error}",
+            remedy="free some space, or set GRAPHOPT_CACHE_DIR to a folder that can be written",
+        ) from error
 
 
 def _write(folder: Path, file: str, source: str) -> Path:
@@ -52,9 +63,14 @@ def _write(folder: Path, file: str, source: str) -> Path:
     except FileNotFoundError:
         pass
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{file}.{os.getpid()}"
-    part.write_bytes(source.encode())
-    os.replace(part, path)  # whole or not at all, also with several processes
+    handle, part = tempfile.mkstemp(prefix=f"{file}.", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(source.encode())
+        os.replace(part, path)  # whole or not at all, also with several processes
+    except OSError:
+        Path(part).unlink(missing_ok=True)  # a full disk keeps no half-written file
+        raise
     return path
 
 

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from graphopt.passes.catalogue import register_rule, unregister_rule
     from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
-    from graphopt.schedule.bench import shape_benchmark
+    from graphopt.schedule.bench import largest_batch, shape_benchmark
     from graphopt.schedule.cost import trace_cost
     from graphopt.schedule.fitting import fit_cost, fit_memory
     from graphopt.schedule.plan import Plan
     from graphopt.schedule.planner import plan_batches
+    from graphopt.schedule.replan import replan
     from graphopt.schedule.simulate import simulate
+    from graphopt.streaming.attach import stream
+    from graphopt.streaming.optimizer import HostAdamW
+    from graphopt.streaming.planning import stream_plan
 
 __version__ = "0.1.0"
 
@@ -55,15 +59,22 @@ _HOME = {
     "Plan": "graphopt.schedule.plan",
     "fit_cost": "graphopt.schedule.fitting",
     "fit_memory": "graphopt.schedule.fitting",
+    "largest_batch": "graphopt.schedule.bench",
     "plan_batches": "graphopt.schedule.planner",
+    "replan": "graphopt.schedule.replan",
     "shape_benchmark": "graphopt.schedule.bench",
     "simulate": "graphopt.schedule.simulate",
     "trace_cost": "graphopt.schedule.cost",
+    # stream
+    "HostAdamW": "graphopt.streaming.optimizer",
+    "stream": "graphopt.streaming.attach",
+    "stream_plan": "graphopt.streaming.planning",
 }
 __all__ = [
     "CheckFailed",
     "Config",
     "GraphoptError",
+    "HostAdamW",
     "Inspection",
     "MicrobatchInfo",
     "Plan",
@@ -77,12 +88,16 @@ __all__ = [
     "fit_cost",
     "fit_memory",
     "inspect",
+    "largest_batch",
     "last_report",
     "plan_batches",
     "register_rule",
+    "replan",
     "report",
     "shape_benchmark",
     "simulate",
+    "stream",
+    "stream_plan",
     "trace_cost",
     "unregister_rule",
 ]

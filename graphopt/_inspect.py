@@ -13,7 +13,7 @@ from torch import fx
 
 from graphopt import config as settings
 from graphopt.codegen.compiler import gpu_target
-from graphopt.errors import ConfigError
+from graphopt.errors import CodegenError, ConfigError
 from graphopt.inspecting import answer, dot, nodes, page, text
 from graphopt.inspecting.capture import Captured, Graph, capture
 from graphopt.inspecting.diff import Change, changes, folded, side_by_side
@@ -168,7 +168,10 @@ def inspect(
     """
     if device not in ("meta", "cpu"):
         raise ConfigError(f"device is {device!r}", remedy="use 'meta' or 'cpu'")
-    gpu_target(target)
+    try:
+        gpu_target(target)
+    except CodegenError as error:
+        raise ConfigError(error.what, remedy="use sm80, sm90, sm100 or gfx942") from error
     parsed, _ = settings.parse(None, options)
     if parsed.verify:
         raise ConfigError("inspect does not run the model, so it cannot verify", where="graphopt.verify",

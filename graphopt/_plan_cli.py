@@ -137,6 +137,8 @@ def plan(
             progress=show,
         )
     typer.echo(report.text(made))
+    for text in source.warnings(made):
+        typer.echo(f"warning: {text}", err=True)
     if html is not None:
         page.to_html(made, html)
         typer.echo(f"wrote {html}")

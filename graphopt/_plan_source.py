@@ -18,6 +18,7 @@ import typer
 if TYPE_CHECKING:
     from graphopt.schedule.costmodel import CostFit
     from graphopt.schedule.dataset import Samples
+    from graphopt.schedule.plan import Plan
     from graphopt.schedule.shapes import LatentLayout
 
 
@@ -32,6 +33,8 @@ class Source:
     manifest: Annotated[Path | None, _option(
         "--manifest", "Metadata: Parquet, CSV or JSONL with frames, height, width (and caption_length), or tokens.")
     ] = None
+    columns: Annotated[str | None, _option(
+        "--columns", "Your names of the columns, e.g. frames=nf,height=h,width=w,caption=len,id=key.")] = None
     fit_file: Annotated[Path | None, _option("--fit", "A fit that `graphopt fit` wrote.")] = None
     model: Annotated[str | None, _option("--model", "Instead of a fit: a built-in model (wan-1.3b, wan-14b).")] = None
     gpu: Annotated[str, _option("--gpu", "With --model: h200, h100, a100-80gb.")] = "h200"
@@ -56,10 +59,12 @@ class Source:
 
     def samples(self) -> Samples:
         """The data set's metadata."""
+        from graphopt.schedule import options
         from graphopt.schedule.dataset import read_samples
 
         assert self.manifest is not None
-        return read_samples(self.manifest, layout=self.layout, caption_bin=self.caption_bin)
+        names = options.pairs(self.columns, "columns")
+        return read_samples(self.manifest, layout=self.layout, caption_bin=self.caption_bin, columns=names)
 
     def cost(self, ranks: int, sync: str = "step") -> tuple[CostFit, float | None]:
         """(cost model, memory limit in bytes) for this many ranks; parameters are sharded with sync "microbatch"."""
@@ -69,6 +74,21 @@ class Source:
             self.fit_file, self.model, self.gpu, self.remat, ranks, self.m_mem, self.memory_gib,
             compiled=not self.eager, sharded=sync == "microbatch",
         )  # fmt: skip
+
+
+    def warnings(self, plan: Plan) -> list[str]:
+        """What the description of the GPU says about a plan made under a limit of tokens."""
+        if self.model is None or self.m_mem is None or len(plan) == 0:
+            return []
+        from graphopt.schedule.hardware import hardware
+
+        need, memory = float(plan.column("bytes").max()), hardware(self.gpu).memory
+        if need <= memory:
+            return []
+        return [
+            f"the largest microbatch is predicted to need {need / 2**30:.0f} GiB, and the {self.gpu} has "
+            f"{memory / 2**30:.0f}: lower --m-mem, or give --memory-gib"
+        ]
 
 
 def takes_source(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
@@ -17,11 +18,11 @@ from torch import fx
 
 from graphopt import _compat, _compat_capture, reporting
 from graphopt.config import Config, parse
-from graphopt.errors import GraphoptError, RewriteError, RuleError
+from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
 from graphopt.passes import catalogue, freeing_order, pipeline
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
-from graphopt.passes.record import PassRecord
+from graphopt.passes.record import PassRecord, Site
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +44,14 @@ def graphopt(
     record = reporting.GraphRecord(_compat.current_compile_id(), [], _compat.current_attempt())
     of_callable = reporting.current()
     of_callable.add(record)
-    rewritten = rewrite(gm, config, record)
-    if config.compiler == "inductor" and any(site.status == "rewritten" for site in record.sites):
-        inductor_options[_compat.POST_GRAD] = _compat.post_grad_pass(
-            freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
-        )
-    compiled = hand_over(rewritten, example_inputs, config, inductor_options)
+    engine = streamed(example_inputs)
+    if engine is not None:
+        compiled = by_layer(gm, example_inputs, engine, config, inductor_options, record)
+    elif (regions := by_region(gm, example_inputs, config, inductor_options, record)) is not None:
+        compiled = regions
+    else:
+        rewritten = rewrite(gm, config, record)
+        compiled = hand_over(rewritten, example_inputs, config, with_order(inductor_options, config, record.sites))
     _compat.trace_artifact("graphopt_report", record.to_json)
     log.info("graph %s: %s", record.compile_id, of_callable.summary())
     log.debug("%s", of_callable)
@@ -109,6 +112,16 @@ def passes() -> list[pipeline.Pass]:
     return [Canonicalize(), AdaLN()]
 
 
+def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
+    """Inductor's options for a graph: where sites were rewritten, matmuls are put into the order that frees early."""
+    if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
+        return inductor_options
+    free = _compat.post_grad_pass(
+        freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
+    )
+    return {**inductor_options, _compat.POST_GRAD: free}
+
+
 @cache
 def version(module: ModuleType) -> str:
     """A hash of a module's source, for caches that depend on what it does."""
@@ -124,6 +137,68 @@ def hand_over(
     if config.compiler == "eager":
         return gm.forward
     return _compat.named_backend(config.compiler)(gm, example_inputs)
+
+
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def streamed(example_inputs: list[Any]) -> Any | None:
+    """The runtime behind a graph whose inputs are handles of a streamed model; None for any other graph."""
+    if "graphopt.streaming.attach" not in sys.modules:  # no model of this process is streamed
+        return None
+    from graphopt.streaming.compile import engine_of
+
+    return engine_of(example_inputs)
+
+
+def by_layer(
+    gm: fx.GraphModule, example_inputs: list[Any], engine: Any, config: Config, inductor_options: dict[str, Any],
+    record: reporting.GraphRecord,
+) -> Callable[..., Any]:
+    """Compile the graph of a streamed model: cut it by layer, each class of equal layers once."""
+    from graphopt.streaming.compile import compile_streamed
+
+    if _compat.uses_cudagraphs(inductor_options):
+        raise StreamError(
+            "CUDA graphs (reduce-overhead, triton.cudagraphs) with a streamed model: a replay would overwrite the "
+            "inputs that layers keep for their backward",
+            remedy="use graphopt.mode='max-autotune-no-cudagraphs', or no mode",
+        )
+    one = by_part(config, inductor_options, record)
+    result = compile_streamed(gm, example_inputs, engine, one, frame=record.compile_id.split("/")[0])
+    record.passes += result.records
+    record.notes += result.notes
+    return result.program
+
+
+def by_region(
+    gm: fx.GraphModule, example_inputs: list[Any], config: Config, inductor_options: dict[str, Any],
+    record: reporting.GraphRecord,
+) -> Callable[..., Any] | None:
+    """Compile each class of equal layers once; None where that is off, or nothing repeats (noted in the report)."""
+    if config.regions != "auto":
+        return None
+    from graphopt.regions import compile_regions
+
+    result = compile_regions(gm, example_inputs, by_part(config, inductor_options, record))
+    if isinstance(result, str):
+        record.notes.append(f"regions: the graph is compiled as one, {result}")
+        return None
+    record.passes += result.records
+    record.notes += result.notes
+    return result
+
+
+def by_part(config: Config, inductor_options: dict[str, Any], record: reporting.GraphRecord) -> Any:
+    """How a part of a graph is rewritten and compiled: gives it rewritten, its records, and its compiler."""
+
+    def one(part: fx.GraphModule) -> tuple[fx.GraphModule, list[PassRecord], Compile]:
+        of_part = reporting.GraphRecord(record.compile_id, [], notes=record.notes)
+        rewritten = rewrite(part, config, of_part)
+        options = with_order(inductor_options, config, of_part.sites)
+        return rewritten, of_part.passes, lambda graph, inputs: hand_over(graph, inputs, config, options)
+
+    return one
 
 
 def counted(compiled: Callable[..., Any], record: reporting.GraphRecord) -> Callable[..., Any]:

@@ -58,9 +58,10 @@ def rules() -> None:
     import inspect
     import sys
 
-    from graphopt.passes import catalogue
+    with _inspect_cli.progress("loading the rules"):
+        from graphopt.passes import catalogue
 
-    for rule in catalogue.RULES:
+    for rule in catalogue.every():
         module = sys.modules[(rule.replace or rule.function or rule.check).__module__]
         typer.echo(f"{rule.name}  (switched by {', '.join(sorted(rule.families))})")
         typer.echo(inspect.cleandoc(module.__doc__ or "") + "\n")

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "select": ("profitable", "all"),
     "numerics": ("fp32", "eager"),
     "on_error": ("fallback", "raise"),
+    "regions": ("off", "auto"),
     "compiler": ("inductor", "aot_eager", "eager"),
 }
 
@@ -35,6 +36,7 @@ class Config:
     numerics: "fp32" rounds once at the end of a site, "eager" after each op of the source.
     on_error: "fallback" leaves a site alone when something about it fails, "raise" raises.
     verify: compare every site with fp64 on the inputs of the first call, and leave out (or raise for) what differs.
+    regions: "auto" compiles one of N equal layers once, for all of them; "off" compiles the graph as one.
     compiler: what compiles the rewritten graph.
     mode: a mode of Inductor (torch.compile refuses mode= beside options=).
     """
@@ -45,6 +47,7 @@ class Config:
     numerics: str = "fp32"
     on_error: str = "fallback"
     verify: bool = False
+    regions: str = "off"
     compiler: str = "inductor"
     mode: str | None = None
 

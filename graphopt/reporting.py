@@ -208,6 +208,10 @@ class Report:
                 if first.predicted:
                     lines.append(f"       predicted {first.predicted.graphopt_us:.0f} us a step, "
                                  f"Inductor {first.predicted.inductor_us:.0f} us")
+            verified = [c for p in g.passes for c in p.verified]
+            if verified:
+                closest = max(verified, key=lambda c: c.error / c.limit if c.limit else 0.0)
+                lines.append(f"  verified {len(verified)} operators; closest to its limit: {closest}")
             kernels = Counter((k.operator, k.direction) for p in g.passes for k in p.kernels)
             for (operator, direction), n in kernels.items():
                 lines.append(f"  {n:4d} kernels   {operator} {direction}")

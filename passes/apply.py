@@ -26,6 +26,10 @@ def apply(gm: fx.GraphModule, matches: list[Match], operator_of: Callable[[Match
     owned = {n for m in matches for n in m.core}
     for match in matches:
         _put(gm.graph, match, operator_of(match), became, owned)
+    for match in reversed(matches):  # not before: a later match may read a result that nothing else does
+        for new in reversed(match.created):  # its getitem and copy go, the call itself stays
+            if not new.users and new is not match.call:
+                gm.graph.erase_node(new)
     gm.graph.lint()
     gm.recompile()
     return became
@@ -71,9 +75,6 @@ def _put(
         if node.users:
             raise RewriteError(f"{node.name} is still read by {next(iter(node.users)).name}", where=match.root.name)
         graph.erase_node(node)
-    for new in reversed(created):  # a result that nothing reads: its getitem and copy go, the call itself stays
-        if not new.users and new.target is not operator:
-            graph.erase_node(new)
     for node in sorted(set(match.side), key=order, reverse=True):
         if not node.users and node.op != "placeholder" and node not in owned:
             graph.erase_node(node)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,26 +84,12 @@ class Facts:
                 return write.node
         return None
 
-
-    def argument_written_after(self, last: int, inputs: list[Node]) -> Node | None:
-        """The first in-place write after `last` into an argument of the graph that one of the tensors shares, or None.
-
-        A compiler makes other writes out of place; this one it copies back, over a value saved for the backward.
-        """
-        late = [w for w in self.writes_to_arguments if w.index > last]
-        if not late:
-            return None
-        shared = frozenset().union(*(storages_of(n) for n in inputs))
-        return next((w.node for w in late if w.storages and w.storages & shared), None)
-
-    @cached_property
-    def writes_to_arguments(self) -> list[Write]:
-        """The in-place writes that change an argument of the graph, with the storages of arguments among theirs."""
-        writes = [w for w in self.writes if w.storages]
-        if not writes:
-            return []
-        arguments = frozenset().union(*(storages_of(n) for n in self.graph.nodes if n.op == "placeholder"))
-        return [Write(w.index, w.node, both) for w in writes if w.storages and (both := w.storages & arguments)]
+    def written_after(self, last: int, nodes: list[Node]) -> Node | None:
+        """The first in-place write after `last` that is known to change one of the tensors, or None."""
+        start = bisect_left(self.writes, last + 1, key=lambda w: w.index)
+        late = [w for w in self.writes[start:] if w.storages]
+        storages = frozenset().union(*(storages_of(n) for n in nodes)) if late else frozenset()
+        return next((w.node for w in late if w.storages and w.storages & storages), None)
 
 
 def values_read(node: Node) -> list[Node]:

@@ -175,9 +175,9 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
     write = facts.write_between(first, facts.index[order[-1]], inputs + everything)
     if write is not None:
         return f"an in-place write ({write.name}) between its nodes may change its inputs", write
-    late = facts.argument_written_after(facts.index[order[-1]], inputs)
+    late = facts.written_after(facts.index[order[-1]], [*inputs, *results])
     if late is not None and any(_needs_grad(n) for n in results):
-        return f"{late.name} writes in place into an input that the operator saves for its backward", late
+        return f"{late.name} writes in place into a value that the operator saves for its backward", late
     match.anchor = anchor
     return None, None
 

@@ -13,6 +13,9 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<functi
 _STATE = re.compile(r"^l_self_(?:dict_)?(?P<path>.*?)_?(?:parameters|buffers)_(?P<name>\w+?)_?\d*$")
 _MODULES = re.compile(r"(?:\.__dict__)?(?:\.|\[['\"])_modules(?:['\"]\])?\[?")
 
+# a module whose forward was replaced by a wrapper is reached through the wrapper from its second call on
+_WRAPPED = re.compile(r"\.forward\.__closure__\[\d+\]\.cell_contents\.__self__|@\d+")
+
 
 def fqn(node: Node) -> str:
     """The fully qualified name of the module a node belongs to, "" for the root.
@@ -29,7 +32,7 @@ def fqn(node: Node) -> str:
 
 def tidy(name: str) -> str:
     """`L['self'].__dict__['_modules']['blocks'].0.norm1` -> `blocks.0.norm1`."""
-    name = _MODULES.sub(".", name)
+    name = _MODULES.sub(".", _WRAPPED.sub("", name))
     root = re.match(r"^[LG]\[['\"][^'\"]*['\"]\]", name)
     if root:
         name = name[root.end():]

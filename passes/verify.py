@@ -29,6 +29,9 @@ RATIO = 1.25
 CALLS = {"tag_activation_checkpoint": 1, "wrap": 1, "invoke_subgraph": 2, "wrap_activation_checkpoint": 1}
 
 
+StandsFor = dict[Node, tuple[Node, ...]]
+
+
 @dataclass(frozen=True)
 class Placed:
     """One operator call that took the place of nodes.
@@ -45,18 +48,20 @@ class Placed:
 
 def pair(
     gm: fx.GraphModule, trial: fx.GraphModule, matches: list[tuple[str, int, Match]], became: dict[Node, Node]
-) -> tuple[dict[fx.Graph, list[Placed]], dict[Node, Node]]:
+) -> tuple[dict[fx.Graph, list[Placed]], StandsFor]:
     """What `check` needs, from a graph and the rewritten copy of it.
 
     matches: (key, position of its graph among the nested ones, match).  became: replaced node -> what stands for it.
     """
     placed: dict[fx.Graph, list[Placed]] = {}
-    stands_for: dict[Node, Node] = {}
-    old_of = {new: old.name for old, new in became.items()}
+    stands_for: StandsFor = {}
+    old_of: dict[Node, list[str]] = {}
+    for old_node, new_node in became.items():  # a value and the cast of it may both be the same result
+        old_of.setdefault(new_node, []).append(old_node.name)
     for i, (old, new) in enumerate(zip(pipeline.nested(gm), pipeline.nested(trial))):
         names = {n.name: n for n in old.graph.nodes}
         alive = set(new.graph.nodes)
-        stands_for |= {n: names[m] for n in alive if (m := old_of.get(n, n.name)) in names}
+        stands_for |= {n: tuple(names[m] for m in old_of.get(n, [n.name]) if m in names) for n in alive}
         for key, where, match in matches:
             if where != i or match.replacement is None:
                 continue
@@ -69,11 +74,11 @@ def pair(
 
 
 def check(
-    gm: fx.GraphModule, inputs: list[Any], placed: dict[fx.Graph, list[Placed]], stands_for: dict[Node, Node]
+    gm: fx.GraphModule, inputs: list[Any], placed: dict[fx.Graph, list[Placed]], stands_for: StandsFor
 ) -> list[Checked]:
     """Run `gm` on real inputs and check every call.
 
-    placed: per graph of `gm` (and of the graphs nested in it).  stands_for: node of a rewritten graph -> the node of
+    placed: per graph of `gm` (and of the graphs nested in it).  stands_for: node of a rewritten graph -> the nodes of
     `gm` whose value it has, for inputs and for results of other calls.
     """
     devices = sorted({x.device.index or 0 for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"})
@@ -125,7 +130,7 @@ def _down_to(chain: set[Node], leaves: Iterable[Node]) -> set[Node]:
 class _Run:
     """Interprets a graph, checking calls on the way."""
 
-    def __init__(self, placed: dict[fx.Graph, list[Placed]], stands_for: dict[Node, Node]) -> None:
+    def __init__(self, placed: dict[fx.Graph, list[Placed]], stands_for: StandsFor) -> None:
         self.placed, self.stands_for = placed, stands_for
         self.found: list[Checked] = []
 
@@ -198,7 +203,7 @@ def _context(p: Placed) -> set[Node]:
 # -- one site three ways -------------------------------------------------------------------------------
 
 
-def _compare(p: Placed, env: dict[Node, Any], stands_for: dict[Node, Node]) -> Checked:
+def _compare(p: Placed, env: dict[Node, Any], stands_for: StandsFor) -> Checked:
     values = {n: env[n] for n in (*p.leaves, *_context(p)) if n in env}
     try:
         ours = _differentiated(p, values, lambda leaf: _rewritten(p, leaf, stands_for), torch.Tensor.clone)
@@ -285,14 +290,14 @@ def _dtype(n: Node, t: Tensor) -> torch.dtype:
     return ops_view.dtype_of(n) or t.dtype
 
 
-def _rewritten(p: Placed, leaf: dict[Node, Any], stands_for: dict[Node, Node]) -> dict[Node, Tensor]:
+def _rewritten(p: Placed, leaf: dict[Node, Any], stands_for: StandsFor) -> dict[Node, Tensor]:
     """The results from the nodes of the rewritten graph."""
     known: dict[Node, Any] = {}
 
     def value(node: Node) -> Any:
         if node not in known:
-            old = stands_for.get(node)
-            known[node] = leaf[old] if old in leaf else _apply(node, value)
+            old = next((n for n in stands_for.get(node, ()) if n in leaf), None)
+            known[node] = _apply(node, value) if old is None else leaf[old]
         return known[node]
 
     def of(result: Node) -> Tensor:  # it stands for a result itself, so it is computed and not looked up

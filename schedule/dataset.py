@@ -110,7 +110,7 @@ def read_samples(
     if caption_bin < 1:
         raise ConfigError(f"caption_bin must be positive, not {caption_bin}")
     where = "table" if isinstance(source, pa.Table) else str(source)
-    schema, batches = _open(source, where)
+    schema, batches = _open(source, where, set((columns or {}).values()))
     names = _columns(schema, columns or {}, where)
     digest = hashlib.sha256(f"{layout.vae}{layout.patch}{caption_bin}{sorted(names)}".encode())
     table: dict[tuple[int, ...], int] = {}
@@ -138,8 +138,10 @@ def read_samples(
     return Samples(np.concatenate(shape_ids), ShapeTable.of(list(table)), digest.hexdigest(), where, chunked, layout)
 
 
-def _open(source: str | Path | pa.Table, where: str) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Schema and record batches of any accepted source."""
+def _open(
+    source: str | Path | pa.Table, where: str, named: set[str]
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Schema and record batches of any accepted source; `named` are columns that the user names."""
     if isinstance(source, pa.Table):
         return source.schema, iter(source.to_batches(max_chunksize=BATCH_ROWS))
     path = Path(source)
@@ -154,7 +156,7 @@ def _open(source: str | Path | pa.Table, where: str) -> tuple[pa.Schema, Iterato
     try:
         if path.suffix in (".parquet", ".pq"):
             parquet = pq.ParquetFile(path)
-            return parquet.schema_arrow, _parquet_batches(parquet, where)
+            return parquet.schema_arrow, _parquet_batches(parquet, where, named)
         if path.suffix in (".csv", ".tsv"):
             options = pa.csv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",")
             table = pa.csv.read_csv(path, parse_options=options)
@@ -169,15 +171,12 @@ def _open(source: str | Path | pa.Table, where: str) -> tuple[pa.Schema, Iterato
     return table.schema, iter(table.to_batches(max_chunksize=BATCH_ROWS))
 
 
-def _parquet_batches(parquet: pq.ParquetFile, where: str) -> Iterator[pa.RecordBatch]:
+def _parquet_batches(parquet: pq.ParquetFile, where: str, named: set[str]) -> Iterator[pa.RecordBatch]:
     """Batches of the columns a plan can use; captions and paths are never read."""
     wanted = {a for names in ALIASES.values() for a in names}
-    keep = [n for n in parquet.schema_arrow.names if n.lower() in wanted]
+    keep = [n for n in parquet.schema_arrow.names if n in named or n.lower() in wanted]
     try:
-        # Every column is kept when none has a usual name: the user named them with `columns=`.
-        yield from parquet.iter_batches(
-            batch_size=BATCH_ROWS, columns=keep if len(keep) > 1 or "tokens" in keep else None
-        )
+        yield from parquet.iter_batches(batch_size=BATCH_ROWS, columns=keep)
     except (pa.ArrowInvalid, OSError) as e:
         raise ConfigError(
             f"a row group of the metadata file cannot be read: {e}", where=where, remedy="rewrite the file"
@@ -212,7 +211,7 @@ def _columns(schema: pa.Schema, given: dict[str, str], where: str) -> dict[str, 
             f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
             where=where,
             remedy=f"the file has: {', '.join(schema.names)}; name yours with columns={{...}} "
-            "(images have frames = 1), or give a column `tokens`",
+            "or --columns frames=nf,... (images have frames = 1), or give a column `tokens`",
         )
     found.pop("tokens", None)
     return found

@@ -34,6 +34,16 @@ def numbers(text: str | None, name: str, kind: type) -> list[Any] | None:
         raise ConfigError(f"--{name} must be numbers like 1,2,4, not {text!r}") from e
 
 
+def pairs(text: str | None, name: str) -> dict[str, str] | None:
+    """From `frames=nf,height=h`."""
+    if text is None:
+        return None
+    found = [part.partition("=") for part in text.split(",")]
+    if any(not (key.strip() and value.strip()) for key, _, value in found):
+        raise ConfigError(f"--{name} must be pairs like frames=nf,height=h, not {text!r}")
+    return {key.strip(): value.strip() for key, _, value in found}
+
+
 def layout(vae: str, patch: str) -> LatentLayout:
     """From `4,8,8` and `1,2,2`."""
     return LatentLayout(triple(vae, "vae"), triple(patch, "patch"))

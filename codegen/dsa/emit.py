@@ -36,7 +36,8 @@ import triton
 import triton.language as tl
 
 from graphopt.codegen.dsa.device import (
-    axis_start, offset_moves, pack_pair, step_chunk, store_in_place, tile_position, unpack_pair,
+    axis_start, offset_moves, pack_pair, pack_pair_portable, step_chunk, store_in_place, tile_position,
+    unpack_pair,
 )
 
 '''
@@ -140,33 +141,24 @@ def _head(name: str, pointers: str, cap: str, rows: int) -> str:
             + SETUP.format(rows=rows, cap=cap, columns=COLUMNS))
 
 
-def forward_source(rows: int, padded: bool) -> str:
-    """Kernel `forward`: Q, K, V, OFFSETS, REACH -> Y, LSE."""
-    mask = PAD if padded else ""
-    s = _head("forward", "Q, K, V, OFFSETS, REACH, Y, LSE", FORWARD_CAP, rows)
-    s += f'''    Q += batch.to(tl.int64) * q_b + head.to(tl.int64) * q_h
-    q = tl.load(Q + row.to(tl.int64)[:, None] * q_n + d[None, :]{mask})
-    acc = tl.zeros([M, DP], tl.float32)
-    m = tl.full([M], -1e30, tl.float32)
-    total = tl.zeros([M, 4], tl.float32)
-    zero = tl.zeros([M, 4], tl.float32)
-    factor = (weight * scale)[:, None]
-    # weights carry the interpolation factor, so that they stay below 1 also in fp16
-    shift = tl.log2(weight)
-'''
+def _forward_steps(padded: bool, online: bool) -> str:
+    """The loop of the forward, one level deep: with the running maximum of every row, or against a fixed reference."""
     before = indent([f"y{a}_{b} = zero" for a, b in TAPS] + [f"b{a}_{b} = zero" for a, b in TAPS], 2)
-    s += LOOP.format(taps_w=TAPS_W, taps_t=TAPS_T, column_masks=_column_masks(), before=before, extra=" + 1")
+    text = LOOP.format(taps_w=TAPS_W, taps_t=TAPS_T, column_masks=_column_masks(), before=before, extra=" + 1")
     lines = ["h = r - 1", _load("k", "K", "tk", "r", "k_n", "keys", padded), "s = tl.dot(q, tl.trans(k))",
              *take_apart("s", "x"), *lerp_t("x", "u"), *lerp_w("u", "v"), *_masks()]
     for a, b in TAPS:
         lines += [f"z{a}_{b} = (y{a}_{b} + rh * v{a}_{b}) * factor + (rb{a} + cb{b})", f"y{a}_{b} = v{a}_{b}"]
     lines.append("top = z0_0")
     lines += [f"top = tl.maximum(top, z{a}_{b})" for a, b in TAPS[1:]]
-    lines += ["new = tl.maximum(m, tl.max(top, 1))", "decay = tl.exp2(m - new)[:, None]", "m = new",
-              "level = (new - shift)[:, None]", "carry = rh * decay", "total = total * decay"]
+    if online:
+        lines += ["new = tl.maximum(m, tl.max(top, 1))", "decay = tl.exp2(m - new)[:, None]", "m = new",
+                  "level = (new - shift)[:, None]", "carry = rh * decay", "total = total * decay"]
+    else:
+        lines.append("peak = tl.maximum(peak, top)")
     for a, b in TAPS:
         lines += [f"p{a}_{b} = tl.exp2(z{a}_{b} - level)", f"total += p{a}_{b}",
-                  f"g{a}_{b} = p{a}_{b} + b{a}_{b} * carry", f"b{a}_{b} = p{a}_{b}"]
+                  f"g{a}_{b} = p{a}_{b} + b{a}_{b} * {'carry' if online else 'rh'}", f"b{a}_{b} = p{a}_{b}"]
     for a in range(TAPS_T):
         lines += spread_w("g", "e", a)
     for a in range(TAPS_T + 1):
@@ -175,8 +167,46 @@ def forward_source(rows: int, padded: bool) -> str:
     # the values of the row before
     lines += ["j = tl.maximum(h0 - h0 + i - 1, 0)", "before = step_chunk(j, height, reciprocal)",
               "rv = h0 + j - before * height", f"tv = tl.minimum(t0 + before * {TAPS_T}, last_t)"]
-    lines += [_load("v", "V", "tv", "rv", "k_n", "keys", padded), "acc = tl.dot(P.to(v.dtype), v, acc * decay)"]
-    s += indent(lines, 3)
+    lines += [_load("v", "V", "tv", "rv", "k_n", "keys", padded),
+              f"acc = tl.dot(P.to(v.dtype), v, acc{' * decay' if online else ''})"]
+    return text + indent(lines, 3)
+
+
+RESET = """    acc = tl.zeros([M, DP], tl.float32)
+    m = tl.full([M], -1e30, tl.float32)
+    total = tl.zeros([M, 4], tl.float32)
+"""
+
+
+def forward_source(rows: int, padded: bool, fixed: bool) -> str:
+    """Kernel `forward` or `forward_fixed`: Q, K, V, OFFSETS, REACH -> Y, LSE.
+
+    `fixed` (bf16 only) takes the score of the window's middle key as a row's reference instead of a running maximum, so
+    nothing is rescaled; a tile where some row's maximum is 2^64 away from it is computed again with the maximum.
+    """
+    mask = PAD if padded else ""
+    s = _head("forward_fixed" if fixed else "forward", "Q, K, V, OFFSETS, REACH, Y, LSE", FORWARD_CAP, rows)
+    s += f'''    Q += batch.to(tl.int64) * q_b + head.to(tl.int64) * q_h
+    q = tl.load(Q + row.to(tl.int64)[:, None] * q_n + d[None, :]{mask})
+    zero = tl.zeros([M, 4], tl.float32)
+    factor = (weight * scale)[:, None]
+    # weights carry the interpolation factor, so that they stay below 1 also in fp16
+    shift = tl.log2(weight)
+'''
+    s += RESET
+    if fixed:
+        s += f'''    middle = ((bt + KT // 2) * H + bh + KH // 2) * W + bw + KW // 2
+    k = tl.load(K + middle.to(tl.int64)[:, None] * k_n + d[None, :]{mask})
+    m = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    level = (m - shift)[:, None]
+    peak = tl.full([M, 4], -1e30, tl.float32)
+''' + _forward_steps(padded, online=False) + '''    off = tl.max(tl.abs(tl.max(peak, 1) - m))
+    if (off > 64.0) | (off != off):
+'''
+        again = RESET + _forward_steps(padded, online=True)
+        s += "".join("    " + line + "\n" for line in again.splitlines())
+    else:
+        s += _forward_steps(padded, online=True)
     store = "real[:, None]" + (" & (d[None, :] < D)" if padded else "")
     s += f'''    sum = tl.sum(total, 1)
     Y += batch.to(tl.int64) * y_b + head.to(tl.int64) * y_h
@@ -316,7 +346,7 @@ def expand(TAPS, OFFSETS, WORDS, BASES, T, H, W, heads, group, first, pitch, o_b
             now = [f"row_{n}{h} * (1 - fh)"] * (h < KH) + [f"row_{n}{h - 1} * fh"] * (h > 0)
             lines.append(f"plane_{n} = {' + '.join(now)}")
             lines += [f"sum_{n} = plane_{n} * (1 - ft) + {n}{h} * ft", f"{n}{h} = plane_{n}"]
-        lines.append(f"tl.store(target + {h * (KW + 1)}, pack_pair(sum_a, sum_b, HALF), mask=out)")
+        lines.append(f"tl.store(target + {h * (KW + 1)}, pack_pair_portable(sum_a, sum_b, HALF), mask=out)")
     lines += [f"source += {KH} * pitch", f"target += {(KH + 1) * (KW + 1)}"]
     return s + indent(lines, 2)
 
@@ -324,5 +354,6 @@ def expand(TAPS, OFFSETS, WORDS, BASES, T, H, W, heads, group, first, pitch, o_b
 def module(window: tuple[int, int, int], padded: bool, with_offsets: bool) -> str:
     """The module of one window.  `padded`: the head dimension is not a power of two."""
     title = "Video attention, window {} x {} x {}.".format(*window)
-    parts = (forward_source(ROWS, padded), taps_source(ROWS, padded, with_offsets), expand_source(window))
+    parts = (forward_source(ROWS, padded, False), forward_source(ROWS, padded, True),
+             taps_source(ROWS, padded, with_offsets), expand_source(window))
     return HEADER.format(title=title) + "\n" + "\n\n".join(parts)

@@ -1,14 +1,18 @@
 """Which engine serves a call, and why.
 
     dense       the window is the whole grid: attention over all tokens, whatever the offsets
-    window      no offsets, or whole ones without gradient: a window attention without interpolation
+    window      no offsets, or whole ones without gradient: window attention without interpolation
     fused       offsets, bf16 or fp16, on Hopper: one kernel, interpolation in registers
-    lattice     offsets, bf16 or fp16, elsewhere: scores, softmax and sums on the lattice in separate kernels
+    lattice     offsets, bf16 or fp16, other GPUs: scores, softmax and sums in separate portable kernels
     reference   fp32 and fp64, per-tap offsets, the "border" boundary, unusual head dimensions, CPU
+
+There is no engine for short sequences: windowed attention has no dense equivalent, so whether a layer should use it at
+all for few tokens is decided where a model is converted (docs/dsa.md has the measured crossover).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -44,17 +48,19 @@ def choose(head_dim: int, dtype: torch.dtype, device: str, target: str | None, g
         head_dim: D.
         dtype: of q, k and v.
         device: "cpu", "cuda", ..
-        target: such as "sm90" or "gfx942"; None on a CPU.
+        target: such as "sm90" or "gfx942"; None without a GPU.
         grid: (T, H, W).
         window: (kt, kh, kw), may be larger than the grid.
-        offsets: "none", "whole" (integers), "shift" or "tap".
+        offsets: "none", "whole" (an integer dtype), "shift" or "tap".
         boundary: "inside" or "border".
     """
     cut = effective_window(window, grid)
     if offsets == "tap":
         return Choice("reference", "per-tap offsets have the reference engine only")
-    if boundary != "inside" and offsets != "none":
+    if boundary != "inside":
         return Choice("reference", f"the boundary {boundary!r} has the reference engine only")
+    if cut == tuple(grid):
+        return Choice("dense", "the window is the whole grid: every token sees all, whatever the offsets")
     if device != "cuda":
         return Choice("reference", f"on {device} plain torch computes it")
     if dtype not in spec.DTYPES:
@@ -63,32 +69,54 @@ def choose(head_dim: int, dtype: torch.dtype, device: str, target: str | None, g
         return Choice("reference", f"head dimension {head_dim} has no kernel; 64, 96 and 128 have")
     if any(k > m for k, m in zip(cut, spec.MAX_WINDOW)):
         return Choice("reference", f"the window {cut} is over {spec.MAX_WINDOW}")
+    if offsets == "shift" and grid[0] * grid[1] * grid[2] * math.prod(k + 1 for k in cut) >= 1 << 31:
+        return Choice("reference", "a head's lattice words would pass 2^31")
+    if offsets in ("none", "whole"):
+        return Choice("window", "no offsets: nothing to interpolate" if offsets == "none" else "whole offsets")
     if target == "sm90":
-        return Choice("fused", "on Hopper the interpolation stays in registers")
-    return Choice("reference", f"no kernels for {target} yet")
+        return Choice("fused", "offsets on Hopper: interpolation in registers")
+    return Choice("lattice", f"offsets on {target}: accumulators there do not hold lattice neighbours in registers")
+
+
+def _kind(offsets: Tensor | None) -> str:
+    return "none" if offsets is None else "shift" if offsets.is_floating_point() else "whole"
+
+
+def engine_of(q: Tensor, offsets: Tensor | None, grid: Triple, window: Triple) -> str:
+    """The kernel engine of a call that reached the kernels' operator."""
+    return choose(q.shape[-1], q.dtype, q.device.type, target_of(q.device), grid, window, _kind(offsets)).engine
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: Triple, window: Triple,
             scale: float) -> tuple[Tensor, Tensor]:
     """(y, lse) by the kernels."""
-    from graphopt.codegen.dsa import kernels
+    from graphopt.codegen.dsa import kernels, portable
+    from graphopt.codegen.dsa import window as whole
 
     cut = effective_window(window, grid)
-    place = _offsets(q, offsets)
-    return kernels.forward(q, k, v, place, grid, cut, scale)
+    engine = engine_of(q, offsets, grid, window)
+    if offsets is None or not offsets.is_floating_point():
+        return whole.forward(q, k, v, offsets, grid, cut, scale)
+    module = kernels if engine == "fused" else portable
+    return module.forward(q, k, v, _contiguous(offsets), grid, cut, scale)
 
 
 def backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, y: Tensor,
              lse: Tensor, grid: Triple, window: Triple, scale: float,
              with_offsets: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, doffsets or None) by the kernels."""
-    from graphopt.codegen.dsa import kernels
+    from graphopt.codegen.dsa import kernels, portable
+    from graphopt.codegen.dsa import window as whole
 
     cut = effective_window(window, grid)
-    place = _offsets(q, offsets)
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    dq, dk, dv, each = kernels.backward(dy, dlse, q, k, v, place, y, lse, grid, cut, scale, with_offsets)
-    if each is None or offsets is None:
+    dlse = None if dlse is None else dlse.contiguous()
+    if offsets is None or not offsets.is_floating_point():
+        return (*whole.backward(dy, dlse, q, k, v, offsets, y, lse, grid, cut, scale), None)
+    module = kernels if engine_of(q, offsets, grid, window) == "fused" else portable
+    dq, dk, dv, each = module.backward(
+        dy, dlse, q, k, v, _contiguous(offsets), y, lse, grid, cut, scale, with_offsets)
+    if each is None:
         return dq, dk, dv, None
     B, heads, N, _ = each.shape
     g = offsets.shape[1]
@@ -96,8 +124,6 @@ def backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
     return dq, dk, dv, torch.empty_like(offsets).copy_(summed)
 
 
-def _offsets(q: Tensor, offsets: Tensor | None) -> Tensor:
-    if offsets is None:
-        return q.new_zeros((1, 1, 1, 3), dtype=torch.float32).expand(q.shape[0], 1, q.shape[2], 3)
+def _contiguous(offsets: Tensor) -> Tensor:
     offsets = offsets.float()
     return offsets if offsets.stride(-1) == 1 else offsets.contiguous()

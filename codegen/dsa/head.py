@@ -23,8 +23,8 @@ from torch.nn.functional import conv3d, linear
 from graphopt.codegen import store
 from graphopt.codegen.operators import has_triton
 
-# tokens of a plane and channels of one program: with the linear layer, and without
-TILE, INPUT_TILE = (32, 128), (4, 64)
+# tokens of a plane, channels and warps of one program.  No pipelining: it would stage every neighbour in shared memory
+FORWARD, BACKWARD, INPUT = (32, 128, 8), (16, 128, 4), (4, 64, 4)
 INPUT_PROGRAMS = 24
 MAX_OUT = 128
 
@@ -101,10 +101,12 @@ def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, 
     B, N, C = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     taps, first_bias, last, padded = _operands(x, weight, bias, out_weight)
-    out, blocks = out_weight.shape[0], triton.cdiv(C, TILE[1])
+    rows, columns, warps = FORWARD
+    out, blocks = out_weight.shape[0], triton.cdiv(C, columns)
     partial = torch.empty((blocks, B, N, out), dtype=torch.float32, device=x.device)
-    head_kernels.head_forward[(triton.cdiv(H * W, TILE[0]), blocks, B)](
-        x, taps, first_bias, last, partial, T, H, W, C, x.stride(0), x.stride(1), out, padded, *TILE, num_warps=4)
+    head_kernels.head_forward[(triton.cdiv(H * W, rows), blocks, B)](
+        x, taps, first_bias, last, partial, T, H, W, C, x.stride(0), x.stride(1), out, padded, rows, columns,
+        num_warps=warps, num_stages=1)
     return partial.sum(0) + out_bias.float()
 
 
@@ -122,17 +124,20 @@ def triton_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, out_wei
     out = out_weight.shape[0]
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)  # noqa: E731
     du = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    programs = triton.cdiv(H * W, TILE[0])
+    rows, columns, warps = BACKWARD
+    programs = triton.cdiv(H * W, rows)
     dlinear, dbias = new(B * programs, padded, C), new(B * programs, C)
-    head_kernels.head_backward[(programs, triton.cdiv(C, TILE[1]), B)](
-        x, taps, first_bias, last, dy, du, dlinear, dbias, T, H, W, C, x.stride(0), x.stride(1), out, padded, *TILE,
-        num_warps=4)
+    head_kernels.head_backward[(programs, triton.cdiv(C, columns), B)](
+        x, taps, first_bias, last, dy, du, dlinear, dbias, T, H, W, C, x.stride(0), x.stride(1), out, padded, rows,
+        columns, num_warps=warps, num_stages=1)
     dx = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    steps = triton.cdiv(triton.cdiv(H * W, INPUT_TILE[0]), INPUT_PROGRAMS)
-    rows = triton.cdiv(H * W, INPUT_TILE[0] * steps)
-    dweight = new(B * rows, 27, C)
-    _input_kernel()[(rows, triton.cdiv(C, INPUT_TILE[1]), B)](
-        x, du, taps, dx, dweight, T, H, W, C, steps, x.stride(0), x.stride(1), *INPUT_TILE, num_warps=4)
+    rows, columns, warps = INPUT
+    steps = triton.cdiv(triton.cdiv(H * W, rows), INPUT_PROGRAMS)
+    programs = triton.cdiv(H * W, rows * steps)
+    dweight = new(B * programs, 27, C)
+    _input_kernel()[(programs, triton.cdiv(C, columns), B)](
+        x, du, taps, dx, dweight, T, H, W, C, steps, x.stride(0), x.stride(1), rows, columns, num_warps=warps,
+        num_stages=1)
     return (dx, dweight.sum(0).T.reshape(C, 1, 3, 3, 3).to(weight.dtype), dbias.sum(0).to(bias.dtype),
             dlinear.sum(0)[:out].to(out_weight.dtype), dy.sum((0, 1)))
 

@@ -30,28 +30,33 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def same_token_stride(v: Tensor, k: Tensor) -> Tensor:
-    """v with k's token stride: the fused kernels walk both with one set of offsets."""
-    if v.stride(2) == k.stride(2):
-        return v
-    return torch.empty_strided(k.shape, k.stride(), dtype=v.dtype, device=v.device).copy_(v)
+def walkable(k: Tensor, v: Tensor, grid: Triple) -> tuple[Tensor, Tensor]:
+    """k and v, copied unless their token strides agree and 32-bit offsets reach over a chunk of planes.
+
+    The fused kernels walk both with one set of offsets that each thread holds.
+    """
+    reach = (3 * grid[1] * grid[2] + 16) * k.stride(2)
+    return (k, v) if v.stride(2) == k.stride(2) and reach < 1 << 31 else (k.contiguous(), v.contiguous())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: Triple, window: Triple, scale: float,
-            tile: Triple | None = None, stages: int = 3) -> tuple[Tensor, Tensor]:
+            tile: Triple | None = None, stages: int = 3, fixed: bool | None = None) -> tuple[Tensor, Tensor]:
     """(y, lse) of the fused kernel.
 
     q, k, v in bf16 or fp16 with a contiguous last dimension; offsets [B, g, N, 3] fp32; window already cut to the grid.
     """
     B, heads, N, D = q.shape
-    v = same_token_stride(v, k)
+    k, v = walkable(k, v, grid)
     s = Spec(window, D, q.dtype)
     tile = tile or spec.query_tile(window, grid)
     y = torch.empty_like(q)
     lse = torch.empty((B, heads, N), dtype=torch.float32, device=q.device)
     reach = torch.empty((B * heads, spec.tiles(grid, tile), 8), dtype=torch.int32, device=q.device)
     run_reach(offsets, reach, grid, tile, window, heads, 0, B * heads)
-    fused(window, s.padded_dim != D, True).forward[(spec.tiles(grid, tile), B * heads)](
+    module = fused(window, s.padded_dim != D, True)
+    # weights up to 2^64 relative to the reference overflow fp16
+    fixed = q.dtype != torch.float16 if fixed is None else fixed
+    (module.forward_fixed if fixed else module.forward)[(spec.tiles(grid, tile), B * heads)](
         q, k, v, offsets, reach, y, lse, *grid, *tile, heads, heads // k.shape[1], heads // offsets.shape[1], 0,
         *strides(q), *strides(k), *strides(v)[:2], *strides(offsets), *strides(y), scale * LOG2E,
         *window, D, s.padded_dim, q.dtype == torch.float16, num_warps=4, num_stages=stages)
@@ -65,11 +70,13 @@ def run_reach(offsets: Tensor, reach: Tensor, grid: Triple, tile: Triple, window
 
     lattice.tile_reach[(spec.tiles(grid, tile), count)](
         offsets, reach, *grid, *tile, heads, heads // offsets.shape[1], first, *strides(offsets), *window, ROWS,
-        num_warps=2)
+        num_warps=1)
 
 
 class Backward:
     """The steps of one backward over a chunk of query heads (of one batch element), and the buffers between them."""
+
+    lattices = 0  # fp32 score lattices beside the words
 
     def __init__(self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, y: Tensor, lse: Tensor,
                  grid: Triple, window: Triple, scale: float, with_offsets: bool = True) -> None:
@@ -79,7 +86,8 @@ class Backward:
 
         self.cdiv, self.lattice = triton.cdiv, lattice
         B, self.heads, self.N, D = q.shape
-        self.dy, self.q, self.k, self.v = dy, q, k, same_token_stride(v, k)
+        self.dy, self.q = dy, q
+        self.k, self.v = walkable(k, v, grid)
         self.offsets, self.y, self.lse = offsets, y, lse
         self.grid, self.window, self.scale = grid, window, scale
         self.spec = Spec(window, D, q.dtype)
@@ -91,7 +99,7 @@ class Backward:
         self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.doffsets = new(B, self.heads, self.N, 3, dtype=torch.float32) if with_offsets else None
         self.delta = torch.empty_like(lse)
-        self.chunk = min(self.heads, spec.head_chunk(self.spec, self.N, self.heads, self.share))
+        self.chunk = min(self.heads, spec.head_chunk(self.spec, self.N, self.heads, self.share, self.lattices))
         self.taps = new(self.chunk, self.N, math.prod(window[:2]) * self.spec.pitch)
         self.words = new(self.chunk, self.N, self.spec.lattice)
         self.bases = new(self.chunk, self.N)
@@ -118,19 +126,21 @@ class Backward:
             *strides(self.dy), self.scale * LOG2E, self.scale, self.spec.pitch, *self.window, *self.dims, self.half,
             num_warps=4, num_stages=stages)
 
-    def run_expand(self, first: int, count: int, queries: int = 16, warps: int = 4) -> None:
+    def run_expand(self, first: int, count: int, queries: int = 8, warps: int = 2) -> None:
         """Taps to lattice words."""
         self.module.expand[(self.cdiv(self.N, queries), count)](
             self.taps, self.offsets, self.words, self.bases, *self.grid, self.heads, self.group, first,
             self.spec.pitch, *strides(self.offsets), queries, self.half, num_warps=warps)
 
     def run_spread(self, first: int, count: int, tile: Triple = spec.SPREAD_TILE, rows: int = ROWS, columns: int = 32,
-                   along: int = 16, warps: int = 4, stages: int = 3) -> None:
-        """dq."""
+                   along: int = 16, warps: int = 4, stages: int = 3, x: Tensor | None = None,
+                   out: Tensor | None = None, high: bool = True) -> None:
+        """dq from k, or another sum over lattice points."""
+        x, out = self.k if x is None else x, self.dq if out is None else out
         self.lattice.spread[(spec.tiles(self.grid, tile), count)](
-            self.words, self.k, self.offsets, self.dq, *self.grid, *tile, self.heads, self.share, self.group, first,
-            *strides(self.k), *strides(self.offsets), *strides(self.dq), 1.0, *self.window, *self.dims, rows, columns,
-            along, self.half, True, self.wide, num_warps=warps, num_stages=stages)
+            self.words, x, self.offsets, out, *self.grid, *tile, self.heads, self.share, self.group, first,
+            *strides(x), *strides(self.offsets), *strides(out), 1.0, *self.window, *self.dims, rows, columns,
+            along, self.half, high, self.wide, num_warps=warps, num_stages=stages)
 
     def run_boxes(self, first: int, count: int) -> None:
         """For each tile of keys the box of queries that touch it."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from graphopt.codegen.dsa import engines, reference
 from graphopt.codegen.operators import has_triton
 
-SOURCES = ("device.py", "emit.py", "engines.py", "kernels.py", "lattice.py", "operators.py", "reference.py",
-           "registers.py", "spec.py")
+SOURCES = ("device.py", "emit.py", "engines.py", "kernels.py", "lattice.py", "operators.py", "portable.py",
+           "reference.py", "registers.py", "scores.py", "spec.py", "window.py", "window_kernels.py")
 
 
 @cache

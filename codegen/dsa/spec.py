@@ -84,9 +84,9 @@ def tiles(grid: Triple, tile: Triple) -> int:
     return math.prod(-(-n // b) for n, b in zip(grid, tile))
 
 
-def head_chunk(spec: Spec, tokens: int, heads: int, share: int) -> int:
+def head_chunk(spec: Spec, tokens: int, heads: int, share: int, lattices: int = 0) -> int:
     """Query heads a backward works on at once, a multiple of `share`: its scratch stays within SCRATCH_BYTES."""
     groups = heads // share
-    fit = max(1, SCRATCH_BYTES // (4 * spec.words * tokens * share))
+    fit = max(1, SCRATCH_BYTES // (4 * (spec.words + lattices * spec.lattice) * tokens * share))
     loops = -(-groups // min(fit, groups))
     return -(-groups // loops) * share

@@ -52,6 +52,9 @@ def video_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     video = grid[0] * grid[1] * grid[2]
+    if _choice(q, offsets, grid, window, boundary).engine == "dense":
+        y = _dense(q, k, v, video + text, scale)
+        return y if offsets is None or not offsets.requires_grad else _tie(y, offsets)
     if not text and not padding:
         return attend(q, k, v, offsets, grid, window, scale, boundary)[0]
     first = text if text_first else 0
@@ -71,6 +74,20 @@ def video_attention(
     return torch.cat(pieces, 2)
 
 
+def _dense(q: Tensor, k: Tensor, v: Tensor, real: int, scale: float) -> Tensor:
+    """Full attention among the first `real` tokens, 0 behind them."""
+    y = scaled_dot_product_attention(
+        q[:, :, :real], k[:, :, :real], v[:, :, :real], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if real == q.shape[2]:
+        return y
+    return torch.cat([y, q.new_zeros((*q.shape[:2], q.shape[2] - real, q.shape[3]))], 2)
+
+
+def _tie(y: Tensor, offsets: Tensor) -> Tensor:
+    """y, with a zero gradient for offsets that have no effect: a parameter without a gradient would stop DDP."""
+    return y + (offsets.sum() * 0).nan_to_num().to(y.dtype)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, scale: float,
            boundary: str = "inside") -> tuple[Tensor, Tensor]:
     """(y, lse) of the video tokens alone, both differentiable; the operator is picked by device, dtype and mode."""
@@ -87,11 +104,12 @@ def merge(y1: Tensor, lse1: Tensor, y2: Tensor, lse2: Tensor) -> Tensor:
 def explain(q: Tensor, offsets: Tensor | None = None, *, grid: Grid, window: Grid = (3, 7, 7),
             boundary: str = "inside") -> engines.Choice:
     """Which engine a call would use, and why: `.engine`, `.reason`.  Nothing is computed; q may be a meta tensor."""
-    return _choice(q, offsets, grid, window, boundary)
+    return _choice(q, offsets, grid, window, boundary, engines.target_of(q.device))
 
 
-def _choice(q: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, boundary: str) -> engines.Choice:
+def _choice(q: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, boundary: str,
+            target: str | None = None) -> engines.Choice:
+    # without a target the operator is right and only the engine within it open: Dynamo traces through here
     kind: Any = "none" if offsets is None else "tap" if offsets.dim() == 5 else (
         "whole" if checks.integer_offsets(offsets) else "shift")
-    target = engines.target_of(q.device)
     return engines.choose(q.shape[-1], q.dtype, q.device.type, target, grid, window, kind, boundary)

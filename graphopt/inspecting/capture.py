@@ -22,7 +22,7 @@ from graphopt import _compat, backend
 from graphopt._compat_capture import GraphBreaks, break_of, capture_settings, error_line, is_disabled
 from graphopt.config import Config
 from graphopt.errors import GraphoptError
-from graphopt.passes import facts, ops_view, pipeline
+from graphopt.passes import facts, ops_view, pipeline, verify
 from graphopt.reporting import GraphRecord, Report
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,11 @@ def stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         env: dict[fx.Node, Any] = dict(zip(names, inputs))
         for node in order:
-            env[node] = _execute(gm, node, env)
+            if node.op == "get_attr":
+                env[node] = verify.attribute(gm, str(node.target))
+                continue
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+            env[node] = verify.call(gm, node, args, kwargs)
         return fx.node.map_arg(output.args[0], lambda n: env[n] if n in env else blank(n))
 
     return run
@@ -231,22 +235,3 @@ def _cone(roots: list[fx.Node], gm: fx.GraphModule) -> set[fx.Node]:
                 todo += node.all_input_nodes
         todo = [n for n, targets in writes if n not in cone and any(t in cone for t in targets or ())] if roots else []
     return cone
-
-
-def _execute(gm: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: env[n])
-    if node.op == "call_function":
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if node.op == "get_attr":
-        return pytree_attribute(gm, str(node.target))
-    return gm.get_submodule(str(node.target))(*args, **kwargs)
-
-
-def pytree_attribute(gm: fx.GraphModule, path: str) -> Any:
-    """An attribute by its dotted path."""
-    x: Any = gm
-    for part in path.split("."):
-        x = getattr(x, part)
-    return x

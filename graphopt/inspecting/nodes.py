@@ -138,9 +138,7 @@ def value_text(value: Any) -> str:
     import torch
 
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int64": "i64"}
-        return f"{short.get(dtype, dtype)}[{', '.join(str(s) for s in value.shape)}]"
+        return f"{short_dtype(str(value.dtype))}[{', '.join(str(s) for s in value.shape)}]"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(value_text(v) for v in value[:3])}{', ..' if len(value) > 3 else ''})"
     return "" if value is None else type(value).__name__
@@ -155,6 +153,12 @@ def short(where: str | None) -> str:
         if found:
             return rest
     return os.path.relpath(where) if where.startswith(os.getcwd() + os.sep) else where
+
+
+def short_dtype(name: str) -> str:
+    """`torch.bfloat16` or `bfloat16` -> `bf16`."""
+    name = name.removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int64": "i64"}.get(name, name)
 
 
 # -- equal blocks ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import fx
 from graphopt.codegen import listing
 from graphopt.inspecting import diff, text
 from graphopt.inspecting.capture import Captured, Graph
-from graphopt.inspecting.nodes import joined, rows, sections, short
+from graphopt.inspecting.nodes import joined, rows, sections, short, short_dtype
 from graphopt.passes.record import Kernel, Site
 from graphopt.reporting import Report
 
@@ -37,6 +37,7 @@ def render(report: Report, title: str, target: str | None = None, captured: Capt
         alone_groups=_alone(report),
         kernel_groups=[_kernel_row(g) for g in kernels], sources=_sources(report.kernels),
         graphs=graphs, changes=_changes(graphs), data=_data(graphs), short=short, kernel_name=kernel_name,
+        short_dtype=short_dtype,
         css=_safe(css), js=_safe(js),
     )
 

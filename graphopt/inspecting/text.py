@@ -87,8 +87,8 @@ def miss_groups(misses: Iterable[NearMiss]) -> list[list[NearMiss]]:
 
 
 def bare(reason: str) -> str:
-    """A reason without the running numbers of node names."""
-    return re.sub(r"_\d+\b", "_#", reason)
+    """A reason without the running numbers of nodes and blocks."""
+    return re.sub(r"(?<=[._])\d+\b", "#", reason)
 
 
 def site_line(group: list[Site]) -> list[str]:

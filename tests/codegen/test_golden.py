@@ -83,16 +83,19 @@ def check(found: dict[str, list[int]]) -> None:
     if table["triton"] != version("triton"):
         pytest.skip(f"the table is of triton {table['triton']}")
     for name, (registers, spills, shared) in found.items():
-        golden = table["kernels"][name]
-        assert registers <= golden[0] + 8, name
-        assert shared == golden[2], name
-        assert spills <= golden[1], name
         # zero, or listed with the reason
         assert spills == 0 or any(part in name for part in table["spills"]), f"{name} spills {spills}"
+        if name in table["kernels"]:  # the matrix of the nightly run is wider than the table
+            golden = table["kernels"][name]
+            assert registers <= golden[0] + 8, name
+            assert shared == golden[2], name
+            assert spills <= golden[1], name
 
 
 def test_resources() -> None:
-    check(resources(["sm90", "gfx942"], [1536, 3072, 5120], ["norm_modulate", "gate_norm_modulate"]))
+    found = resources(["sm90", "gfx942"], [1536, 3072, 5120], ["norm_modulate", "gate_norm_modulate"])
+    check(found)
+    assert set(found) <= set(json.loads(TABLE.read_text())["kernels"])
 
 
 @pytest.mark.nightly

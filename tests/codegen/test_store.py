@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from graphopt.codegen import store
+from graphopt.errors import CodegenError
 
 
 @pytest.fixture
@@ -51,6 +53,52 @@ def test_read_only_folder(folder, monkeypatch) -> None:
         folder.mkdir(parents=True)
         folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert store.load("k", "VALUE = 7\n").VALUE == 7
+
+
+class Full:
+    """Makes a folder's disk full: half of a file fits, then writing fails."""
+
+    def __init__(self, monkeypatch, folder: str) -> None:
+        real = os.fdopen
+
+        def fdopen(handle, *args):
+            name = os.readlink(f"/proc/self/fd/{handle}")
+            out = real(handle, *args)
+            if folder not in name:
+                return out
+
+            class Stuck:
+                def __enter__(self):
+                    return self
+
+                def __exit__(self, *rest):
+                    out.close()
+
+                def write(self, data):
+                    out.write(data[:len(data) // 2])
+                    out.flush()
+                    raise OSError(errno.ENOSPC, "No space left on device", name)
+
+            return Stuck()
+
+        monkeypatch.setattr(store.os, "fdopen", fdopen)
+
+
+def test_a_full_disk_leaves_nothing_half_written(folder, monkeypatch, caplog) -> None:
+    with monkeypatch.context() as m:
+        Full(m, str(folder))
+        assert store.load("k", "VALUE = 9\n").VALUE == 9
+    assert "No space left" in caplog.text
+    assert list(folder.iterdir()) == []
+    assert store.write("k", "VALUE = 9\n").parent == folder  # room again
+
+
+def test_no_disk_at_all(folder, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(store, "_temporary_folder", lambda: tmp_path / "temporary")
+    Full(monkeypatch, str(tmp_path))
+    with pytest.raises(CodegenError, match="No space left.*\n.*GRAPHOPT_CACHE_DIR"):
+        store.write("k", "VALUE = 10\n")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
 def test_eight_processes_at_once(folder) -> None:

@@ -112,7 +112,30 @@ def test_bad_tensors_are_named() -> None:
         graphopt.dsa.video_attention(whole, whole, whole, grid=(2, 3, 4))
 
 
+def test_offsets_without_effect_get_a_zero_gradient() -> None:
+    q = torch.randn(1, 2, 24, 8)
+    offsets = torch.randn(1, 2, 24, 3).requires_grad_()
+    assert graphopt.dsa.explain(q, offsets, grid=(2, 3, 4), window=(2, 3, 4)).engine == "dense"
+    graphopt.dsa.video_attention(q, q, q, offsets, grid=(2, 3, 4), window=(2, 3, 4)).sum().backward()
+    assert torch.equal(offsets.grad, torch.zeros_like(offsets))
+
+
+def test_compiles_whole_with_text_and_any_grid() -> None:
+    def f(x, offsets, grid):
+        q, k, v = x.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return graphopt.dsa.video_attention(q, k, v, offsets, grid=grid, window=(2, 3, 3), text=3).sin().sum()
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
+    for grid in ((3, 4, 5), (4, 4, 6), (3, 6, 5)):
+        N = grid[0] * grid[1] * grid[2]
+        x, offsets = torch.randn(2, N + 3, 48, requires_grad=True), torch.randn(2, 2, N, 3, requires_grad=True)
+        got = torch.autograd.grad(compiled(x, offsets, grid), (x, offsets))
+        for a, b in zip(got, torch.autograd.grad(f(x, offsets, grid), (x, offsets))):
+            torch.testing.assert_close(a, b)
+
+
 def test_the_reason_is_told() -> None:
     q = torch.empty(1, 2, 24, 64, dtype=torch.bfloat16, device="meta")
-    assert graphopt.dsa.explain(q, grid=(2, 3, 4)).engine == "reference"
-    assert "meta" in graphopt.dsa.explain(q, grid=(2, 3, 4)).reason
+    assert graphopt.dsa.explain(q, grid=(3, 9, 9)).engine == "reference"
+    assert "meta" in graphopt.dsa.explain(q, grid=(3, 9, 9)).reason
+    assert "whole grid" in graphopt.dsa.explain(q, grid=(2, 3, 4)).reason

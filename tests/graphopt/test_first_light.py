@@ -64,17 +64,26 @@ def test_gradients_are_repeatable() -> None:
 
 
 @pytest.mark.parametrize(("name", "modulates", "gates"), [
-    ("wan", 3, 2), pytest.param("flux", 7, 5, marks=pytest.mark.nightly), pytest.param("sd3", 4, 2, marks=pytest.mark.nightly)])
+    ("wan", 3, 2), pytest.param("flux", 6, 5, marks=pytest.mark.nightly), pytest.param("sd3", 4, 2, marks=pytest.mark.nightly)])
 def test_one_block_through_inductor(name: str, modulates: int, gates: int) -> None:
-    """The whole way on this machine: reference operators inside Inductor's C++ code."""
+    """The whole way on this machine: reference operators inside Inductor's C++ code.
+
+    Inductor's vectorised exp, tanh and erf alone are up to 2.4 times further from fp64 than eager's (SD3, fp32, without
+    graphopt), so what is asked is that rewriting adds nothing to Inductor's error.
+    """
     model = zoo.ZOO[name].build()[0].train()
     for kind in ("blocks", "transformer_blocks", "single_transformer_blocks"):
         if hasattr(model, kind):
             setattr(model, kind, getattr(model, kind)[-1:])  # the last: SD3's is the one without a context branch
     step = torch.compile(model, backend="graphopt", options={"graphopt.select": "all"})
-    assert_contract(step, model, name)
+    ours = contract.measure(step, model, contract.fresh_inputs(zoo.ZOO[name]), most=8)
     report = graphopt.check(step, {"modulate": modulates, "gate": gates}, what="rewritten")
     assert (report.count("modulate"), report.count("gate")) == (modulates, gates)
+    torch._dynamo.reset()
+    plain = torch.compile(model, backend="inductor")
+    alone = contract.measure(plain, model, contract.fresh_inputs(zoo.ZOO[name]), least=ours.batches, most=ours.batches)
+    assert ours.mean <= contract.MEAN * alone.mean, (ours, alone)
+    assert all(ours.ratios[n] <= contract.MOST * max(1.0, alone.ratios[n]) for n in ours.ratios), (ours, alone)
 
 
 def test_inference_and_no_grad() -> None:

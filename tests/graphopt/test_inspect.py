@@ -12,7 +12,7 @@ from torch import nn
 import graphopt
 from graphopt.codegen import store
 from graphopt.errors import ConfigError
-from graphopt.inspecting import capture, diff, nodes
+from graphopt.inspecting import capture, diff, nodes, text
 from graphopt.inspecting.capture import CaptureError
 from graphopt.passes import ops_view, pipeline
 
@@ -120,6 +120,8 @@ def test_equal_blocks_are_folded() -> None:
     assert titles == ["blocks.0..5"]
     assert "blocks.1..5" in str(seen)
     assert len(str(seen).splitlines()) < 40
+    assert text.bare("blocks.3.norm.weight of add_12 [1, 5]") == text.bare("blocks.11.norm.weight of add_7 [1, 5]")
+    assert text.bare("D = 24 is over 16") != text.bare("D = 25 is over 16")
     assert nodes.joined(["a.3.x", "a.1.x", "a.2.x", "a.7.x", "b"]) == "a.1..3,7.x, b"
 
 
@@ -205,7 +207,11 @@ def asked(name: str):
     return seen, owners | {s.fqn for s in seen.report.sites} | {r.fqn for r in seen.report.rejects}
 
 
-@pytest.mark.parametrize("name", [pytest.param("flux", marks=pytest.mark.nightly), "sd35", "ltx"])
+QUICK, ON_CPU = ("sd35", "ltx"), ("mochi", "omnigen")
+
+
+@pytest.mark.parametrize("name", [
+    n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly) for n in zoo.ZOO if n not in ON_CPU])
 def test_why_answers_for_every_norm_and_gate(name: str) -> None:
     seen, owners = asked(name)
     assert seen.captured.device == "meta"
@@ -321,3 +327,25 @@ def test_stand_in_has_the_shapes_of_the_graph() -> None:
     assert not floats.any()
     assert floats.requires_grad
     assert integers.tolist() == [1, 3, 6]
+
+
+def test_the_page_of_a_real_compile(tmp_path: Path) -> None:
+    step = torch.compile(Stack(3), backend="graphopt", options={"graphopt.select": "all", "graphopt.compiler": "eager"})
+    step(*operands())
+    path = graphopt.report(step).to_html(tmp_path / "report.html", title="a <b> run")
+    page = path.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "a &lt;b&gt; run" in page
+    assert "blocks.1..2" in page
+    assert 'id="graph"' not in page, "a report holds no graphs"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        graphopt.report(step).to_html(tmp_path / "report.html" / "below")
+
+
+def test_the_page_is_one_file_without_network(wan) -> None:
+    page = wan.to_html()
+    assert "<script src" not in page
+    assert "<link" not in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert page.count("</script>") == 2, "data cannot end the script early"

@@ -77,7 +77,7 @@ def test_questions(here: Path) -> None:
     (["their_cli_models:make", "--why", "linea"], 2, "did you mean 'linear'"),
     (["their_cli_models:make", "--diff", "adalm"], 2, "did you mean 'adaln'"),
     (["their_cli_models:make", "--shape", "rows"], 2, "name=number"),
-    (["their_cli_models:make", "--target", "h100"], 1, "unknown target"),
+    (["their_cli_models:make", "--target", "h100"], 2, "unknown target"),
     (["their_cli_models:make", "--option", "selekt=all"], 2, "graphopt.select"),
     (["their_cli_models:make", "--json", "."], 2, "a folder is"),
     (["their_cli_models:refused"], 1, "disable"),

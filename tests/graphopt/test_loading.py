@@ -218,6 +218,30 @@ def test_carried_samples_come_back_in_the_next_epoch(tmp_path, monkeypatch):
     assert used == Counter(range(ROWS)) + Counter(plan.carried)
 
 
+def test_plans_made_ahead_are_taken_epoch_by_epoch(world):
+    plans = [make(epoch=e) for e in range(2)]
+    loader = graphopt.PlanLoader(Data(), lambda epoch: plans[epoch], rank=0)
+    for plan in plans:
+        assert [x[4] for x in read(loader)] == [tuple(mb.samples) for step in plan.steps(0) for mb in step]
+    again = graphopt.PlanLoader(Data(), lambda epoch: plans[epoch], rank=0)
+    again.load_state_dict({**again.state_dict(len(plans[0]))})
+    assert again.epoch == 1
+    assert read(again)[0][4] == tuple(plans[1].steps(0)[0][0].samples)
+    wrong = graphopt.PlanLoader(Data(), lambda epoch: plans[0], rank=0)
+    wrong.set_epoch(1)
+    with pytest.raises(ConfigError, match="given for epoch 1 is of epoch 0"):
+        len(wrong)
+
+
+def test_sequence_parallel_ranks_read_the_same_and_average_over_all(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    plan = make(4, sp=2)
+    loaders = [graphopt.PlanLoader(Data(), plan, rank=r) for r in range(4)]
+    items = [[(mb.step, mb.k, mb.samples, mb.loss_scale) for _, mb in loader] for loader in loaders]
+    assert items[0] == items[1] != items[2] == items[3]
+    assert items[0][0][3] == 4 / plan.step_table.column("tokens")[0].as_py()
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_another_world_covers_what_is_left(folder, world, ranks, caplog):
     plan = graphopt.Plan.load(folder)

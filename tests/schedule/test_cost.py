@@ -190,7 +190,7 @@ def test_what_cannot_be_traced_says_so():
 @pytest.mark.parametrize("name", list(schedule_cost.CASES))
 def test_zoo_models(name):
     rows = schedule_cost.compare(name)
-    assert len(rows) == 5
+    assert len(rows) >= 5  # sd3 is costed at L = 1 besides
     for row in rows:
         assert row["flops_forward"][0] == row["flops_forward"][1]
         assert row["flops_backward"][0] == row["flops_backward"][1]

@@ -197,6 +197,31 @@ def test_analytic_fit_predicts_the_measured_step_it_was_calibrated_beside():
         analytic_fit(four, hardware("h200"), remat="some")
 
 
+def test_eager_launches_every_op_and_moves_every_byte():
+    """Two layers on an H200: 12.7 ms at 1,024 tokens, where launching binds, and 136 ms at 32,760 (shape benchmark)."""
+    whole = model_cost("wan-1.3b")
+    two = type(whole)("two layers", whole.rest, whole.layer, 2, whole.width)
+    assert int(whole.layer.launches) == 277
+    eager, compiled = (analytic_fit(two, hardware("h200"), remat="none", compiled=c) for c in (False, True))
+    table = ShapeTable.of([[1, 32, 32, 512], [21, 30, 52, 512]])
+    short, long = eager.seconds(table, np.array([0, 1]), np.array([1, 1]))
+    assert short == eager.floor_s
+    assert abs(short / 12.7e-3 - 1) < 0.1
+    assert abs(long / 0.136 - 1) < 0.08
+    assert compiled.seconds(table, np.array([1]), np.array([1]))[0] < 0.95 * long
+    again = analytic_fit(two, hardware("h200"), remat="full", compiled=False)
+    assert eager.floor_s < again.floor_s < 1.4 * eager.floor_s
+
+
+def test_sharded_parameters_leave_room():
+    model, gpu = model_cost("wan-14b"), hardware("h200")
+    kept, sharded = (analytic_fit(model, gpu, data_parallel=8, sharded=s).memory for s in (False, True))
+    n = int(model.total.parameter_bytes) / 2
+    assert kept.m0 == n * (4 + 12 / 8)
+    assert n * 2 < sharded.m0 < n * 2.3
+    assert kept.m1 == sharded.m1
+
+
 @pytest.fixture
 def plan():
     return plan_batches(read_samples(rows()), FIT, ranks=4, m_mem=33000, tail="drop")
@@ -285,6 +310,41 @@ def test_cli_plan_from_a_model_alone(cli):
     assert got.exit_code == 0, got.output
     assert "nothing was measured" in got.output
     assert "not saved" in got.output
+
+
+def test_cli_next_epoch_takes_what_was_carried(cli):
+    common = ("plan", "--manifest", "data.parquet", "--fit", "fit.json", "--m-mem", "33000", "--ranks", "7")
+    assert cli(*common, "--policy", "equal_token", "--out", "a").exit_code == 0
+    carried = Plan.load("a").carried
+    assert carried
+    assert cli(*common, "--policy", "equal_token", "--epoch", "1", "--carry-from", "a", "--out", "b").exit_code == 0
+    assert Plan.load("b").manifest["carried_in"] == carried
+    pq.write_table(rows(5), "other.parquet")
+    other = cli("plan", "--manifest", "other.parquet", "--fit", "fit.json", "--m-mem", "33000", "--carry-from", "a")
+    assert other.exit_code == 2
+    assert "another data set" in other.output
+
+
+def test_cli_takes_other_column_names(cli):
+    table = rows(20)
+    pq.write_table(table.rename_columns([{"frames": "nf", "height": "hh"}.get(n, n) for n in table.column_names]), "named.parquet")
+    common = ("plan", "--manifest", "named.parquet", "--fit", "fit.json", "--m-mem", "33000")
+    assert "--columns frames=nf" in cli(*common).output.replace("\n", " ")
+    assert cli(*common, "--columns", "frames=nf, height=hh").exit_code == 0
+    for bad, message in (("frames", "must be pairs"), ("frames=", "must be pairs"), ("frame=nf", "unknown column roles")):
+        got = cli(*common, "--columns", bad)
+        assert got.exit_code == 2
+        assert message in got.output
+
+
+def test_cli_limit_over_the_gpu_is_warned_about(cli):
+    common = ("plan", "--model", "wan-14b", "--manifest", "data.parquet", "--ranks", "4", "--tail", "pad")
+    over = cli(*common, "--m-mem", "200000")
+    assert over.exit_code == 0, over.output
+    assert re.search(r"predicted to need \d+ GiB, and the h200 has 131", over.output)
+    assert "predicted to need" not in cli(*common, "--m-mem", "33000").output
+    eager, compiled = (re.search(r"predicted step +([\d.]+) s", cli(*common, "--m-mem", "33000", *o).output)[1] for o in (["--eager"], []))
+    assert float(eager) > float(compiled)
 
 
 def test_cli_errors_have_exit_code_2(cli):

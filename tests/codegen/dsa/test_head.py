@@ -40,7 +40,7 @@ def test_gradcheck_and_opcheck() -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(("grid", "C", "out"), [((3, 3, 4), 20, 6), ((1, 2, 5), 16, 3), ((2, 5, 7), 70, 36)])
+@pytest.mark.parametrize(("grid", "C", "out"), [((3, 3, 4), 20, 6), ((1, 2, 5), 70, 3)])
 def test_kernels(grid, C, out, device) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x, *rest = sample(grid, C, out, dtype=dtype, device=device)

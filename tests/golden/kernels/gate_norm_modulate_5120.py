@@ -123,10 +123,10 @@ def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
     which = tl.program_id(0) // 160 % 3
     group = tl.program_id(0).to(tl.int64) // 480
     c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 15360 + tl.where(which == 2, 10240, tl.where(which == 1, 5120, 0))
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 32], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 5120)[None, :]
         total += tl.load(start + (first + r)[:, None] * 15360 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

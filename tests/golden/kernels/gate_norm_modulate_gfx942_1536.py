@@ -3,46 +3,34 @@ import triton.language as tl
 
 
 @triton.jit
-def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, N, P, gate_g, scale_g, shift_g):
-    group = tl.program_id(0).to(tl.int64) // P
-    first = (tl.program_id(0) % P) * 2
-    c_0 = tl.arange(0, 512)
-    c_1 = 512 + tl.arange(0, 512)
-    c_2 = 1024 + tl.arange(0, 512)
+def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, N, gate_g, scale_g, shift_g):
+    row = tl.program_id(0).to(tl.int64)
+    group = row // N
+    c_0 = tl.arange(0, 1024)
+    c_1 = 1024 + tl.arange(0, 512)
+    x_0 = tl.load(X + row * 1536 + c_0).to(tl.float32)
+    branch_0 = tl.load(BRANCH + row * 1536 + c_0).to(tl.float32)
+    x_1 = tl.load(X + row * 1536 + c_1).to(tl.float32)
+    branch_1 = tl.load(BRANCH + row * 1536 + c_1).to(tl.float32)
     gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
+    gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
+    h_0 = (x_0 + branch_0 * gate_0).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 1536 + c_0, (h_0).to(tl.bfloat16))
+    h_1 = (x_1 + branch_1 * gate_1).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 1536 + c_1, (h_1).to(tl.bfloat16))
+    mean = (tl.sum(h_0, 0) + tl.sum(h_1, 0)) * 0.0006510416666666666
+    centred_0 = h_0 - mean
+    centred_1 = h_1 - mean
+    variance = (tl.sum(centred_0 * centred_0, 0) + tl.sum(centred_1 * centred_1, 0)) * 0.0006510416666666666
+    rstd = 1.0 / tl.sqrt(variance + 1e-06)
     gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
     shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
-    gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
+    tl.store(Y + row * 1536 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
     gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
     shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
-    gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
-    gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
-    shift_2 = tl.load(SHIFT + group * shift_g + c_2).to(tl.float32)
-    for step in tl.range(first, tl.minimum(first + 2, N), num_stages=3):
-        row = group * N + tl.cast(step, tl.int64)
-        x_0 = tl.load(X + row * 1536 + c_0).to(tl.float32)
-        branch_0 = tl.load(BRANCH + row * 1536 + c_0).to(tl.float32)
-        x_1 = tl.load(X + row * 1536 + c_1).to(tl.float32)
-        branch_1 = tl.load(BRANCH + row * 1536 + c_1).to(tl.float32)
-        x_2 = tl.load(X + row * 1536 + c_2).to(tl.float32)
-        branch_2 = tl.load(BRANCH + row * 1536 + c_2).to(tl.float32)
-        h_0 = (x_0 + branch_0 * gate_0).to(tl.bfloat16).to(tl.float32)
-        tl.store(H + row * 1536 + c_0, (h_0).to(tl.bfloat16))
-        h_1 = (x_1 + branch_1 * gate_1).to(tl.bfloat16).to(tl.float32)
-        tl.store(H + row * 1536 + c_1, (h_1).to(tl.bfloat16))
-        h_2 = (x_2 + branch_2 * gate_2).to(tl.bfloat16).to(tl.float32)
-        tl.store(H + row * 1536 + c_2, (h_2).to(tl.bfloat16))
-        mean = (tl.sum(h_0 + h_1 + h_2, 0)) * 0.0006510416666666666
-        centred_0 = h_0 - mean
-        centred_1 = h_1 - mean
-        centred_2 = h_2 - mean
-        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2, 0)) * 0.0006510416666666666
-        rstd = 1.0 / tl.sqrt(variance + 1e-06)
-        tl.store(Y + row * 1536 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
-        tl.store(Y + row * 1536 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
-        tl.store(Y + row * 1536 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
-        tl.store(MEAN + row, mean)
-        tl.store(RSTD + row, rstd)
+    tl.store(Y + row * 1536 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
+    tl.store(MEAN + row, mean)
+    tl.store(RSTD + row, rstd)
 
 
 @triton.jit
@@ -121,14 +109,14 @@ def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEA
 
 @triton.jit
 def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 48
-    which = tl.program_id(0) // 48 % 3
-    group = tl.program_id(0).to(tl.int64) // 144
-    c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    tile = tl.program_id(0) % 96
+    which = tl.program_id(0) // 96 % 3
+    group = tl.program_id(0).to(tl.int64) // 288
+    c = tile * 16 + tl.arange(0, 16)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 4608 + tl.where(which == 2, 3072, tl.where(which == 1, 1536, 0))
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 16], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 1536)[None, :]
         total += tl.load(start + (first + r)[:, None] * 4608 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

@@ -100,14 +100,14 @@ def norm_modulate_backward(DY, H, SCALE, DX, MEAN, RSTD, PARTIAL, N, P, scale_g)
 
 @triton.jit
 def norm_modulate_sums(PARTIAL, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 36
-    which = tl.program_id(0) // 36 % 2
-    group = tl.program_id(0).to(tl.int64) // 72
-    c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    tile = tl.program_id(0) % 72
+    which = tl.program_id(0) // 72 % 2
+    group = tl.program_id(0).to(tl.int64) // 144
+    c = tile * 16 + tl.arange(0, 16)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 2304 + tl.where(which == 1, 1152, 0)
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 16], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 1152)[None, :]
         total += tl.load(start + (first + r)[:, None] * 2304 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

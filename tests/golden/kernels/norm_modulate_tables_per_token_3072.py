@@ -3,34 +3,31 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_modulate_forward(X, SCALE, SCALE_TABLE, SHIFT, SHIFT_TABLE, Y, MEAN, RSTD, N, P):
-    group = tl.program_id(0).to(tl.int64) // P
-    first = (tl.program_id(0) % P) * 4
+def norm_modulate_forward(X, SCALE, SCALE_TABLE, SHIFT, SHIFT_TABLE, Y, MEAN, RSTD, N):
+    row = tl.program_id(0).to(tl.int64)
     c_0 = tl.arange(0, 1024)
     c_1 = 1024 + tl.arange(0, 1024)
     c_2 = 2048 + tl.arange(0, 1024)
-    for step in tl.range(first, tl.minimum(first + 4, N), num_stages=3):
-        row = group * N + tl.cast(step, tl.int64)
-        x_0 = tl.load(X + row * 3072 + c_0).to(tl.float32)
-        x_1 = tl.load(X + row * 3072 + c_1).to(tl.float32)
-        x_2 = tl.load(X + row * 3072 + c_2).to(tl.float32)
-        mean = (tl.sum(x_0 + x_1 + x_2, 0)) * 0.0003255208333333333
-        centred_0 = x_0 - mean
-        centred_1 = x_1 - mean
-        centred_2 = x_2 - mean
-        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2, 0)) * 0.0003255208333333333
-        rstd = 1.0 / tl.sqrt(variance + 1e-06)
-        gain_0 = 1.0 + tl.load(SCALE + row * 3072 + c_0).to(tl.float32) + tl.load(SCALE_TABLE + c_0).to(tl.float32)
-        shift_0 = tl.load(SHIFT + row * 3072 + c_0).to(tl.float32) + tl.load(SHIFT_TABLE + c_0).to(tl.float32)
-        tl.store(Y + row * 3072 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
-        gain_1 = 1.0 + tl.load(SCALE + row * 3072 + c_1).to(tl.float32) + tl.load(SCALE_TABLE + c_1).to(tl.float32)
-        shift_1 = tl.load(SHIFT + row * 3072 + c_1).to(tl.float32) + tl.load(SHIFT_TABLE + c_1).to(tl.float32)
-        tl.store(Y + row * 3072 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
-        gain_2 = 1.0 + tl.load(SCALE + row * 3072 + c_2).to(tl.float32) + tl.load(SCALE_TABLE + c_2).to(tl.float32)
-        shift_2 = tl.load(SHIFT + row * 3072 + c_2).to(tl.float32) + tl.load(SHIFT_TABLE + c_2).to(tl.float32)
-        tl.store(Y + row * 3072 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
-        tl.store(MEAN + row, mean)
-        tl.store(RSTD + row, rstd)
+    x_0 = tl.load(X + row * 3072 + c_0).to(tl.float32)
+    x_1 = tl.load(X + row * 3072 + c_1).to(tl.float32)
+    x_2 = tl.load(X + row * 3072 + c_2).to(tl.float32)
+    mean = (tl.sum(x_0 + x_1 + x_2, 0)) * 0.0003255208333333333
+    centred_0 = x_0 - mean
+    centred_1 = x_1 - mean
+    centred_2 = x_2 - mean
+    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2, 0)) * 0.0003255208333333333
+    rstd = 1.0 / tl.sqrt(variance + 1e-06)
+    gain_0 = 1.0 + tl.load(SCALE + row * 3072 + c_0).to(tl.float32) + tl.load(SCALE_TABLE + c_0).to(tl.float32)
+    shift_0 = tl.load(SHIFT + row * 3072 + c_0).to(tl.float32) + tl.load(SHIFT_TABLE + c_0).to(tl.float32)
+    tl.store(Y + row * 3072 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
+    gain_1 = 1.0 + tl.load(SCALE + row * 3072 + c_1).to(tl.float32) + tl.load(SCALE_TABLE + c_1).to(tl.float32)
+    shift_1 = tl.load(SHIFT + row * 3072 + c_1).to(tl.float32) + tl.load(SHIFT_TABLE + c_1).to(tl.float32)
+    tl.store(Y + row * 3072 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
+    gain_2 = 1.0 + tl.load(SCALE + row * 3072 + c_2).to(tl.float32) + tl.load(SCALE_TABLE + c_2).to(tl.float32)
+    shift_2 = tl.load(SHIFT + row * 3072 + c_2).to(tl.float32) + tl.load(SHIFT_TABLE + c_2).to(tl.float32)
+    tl.store(Y + row * 3072 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
+    tl.store(MEAN + row, mean)
+    tl.store(RSTD + row, rstd)
 
 
 @triton.jit
@@ -98,10 +95,10 @@ def norm_modulate_sums(PARTIAL, DSCALE, DSHIFT, P):
     which = tl.program_id(0) // 96 % 2
     group = tl.program_id(0).to(tl.int64) // 192
     c = tile * 32 + tl.arange(0, 32)
-    r = tl.arange(0, 128)
+    r = tl.arange(0, 256)
     start = PARTIAL + group * P * 6144 + tl.where(which == 1, 3072, 0)
-    total = tl.zeros([128, 32], tl.float32)
-    for first in range(0, P, 128):
+    total = tl.zeros([256, 32], tl.float32)
+    for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 3072)[None, :]
         total += tl.load(start + (first + r)[:, None] * 6144 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

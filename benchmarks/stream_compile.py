@@ -1,0 +1,69 @@
+"""Time of the backend after Dynamo, cold, for a Wan-shaped model: the whole graph, regions, streamed.
+
+    python benchmarks/stream_compile.py --system whole|regions|stream [--layers 30] [--grid 1x30x52]
+
+One system a process, with an empty cache folder.  backend_s: the backend's call, and what the first backward takes
+longer than the second (torch lowers some backwards late).  total_s: the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+
+import torch
+from _results import save
+from stream_step import GPU, WIDTHS, build, inputs
+
+import graphopt
+from graphopt.backend import graphopt as backend
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--system", choices=("whole", "regions", "stream"), required=True)
+    p.add_argument("--layers", type=int, default=30)
+    p.add_argument("--width", default="1.3b")
+    p.add_argument("--grid", default="1x30x52")
+    p.add_argument("--compiler", default="inductor")
+    p.add_argument("--out", type=Path)
+    a = p.parse_args()
+    model = build(a.width, a.layers)
+    if a.system == "stream":
+        graphopt.stream(model, "cuda" if GPU else "cpu", resident=[])
+    spent = [0.0]
+
+    def timed(gm, example_inputs, **kwargs):
+        start = time.perf_counter()
+        made = backend(gm, example_inputs, **kwargs)
+        spent[0] += time.perf_counter() - start
+        return made
+
+    options = {"graphopt.compiler": a.compiler, "graphopt.regions": "auto" if a.system == "regions" else "off"}
+    step = torch.compile(model, backend=timed, options=options)
+    kw = inputs(tuple(int(x) for x in a.grid.split("x")), WIDTHS[a.width]["text_dim"])
+
+    def once() -> tuple[float, float]:
+        start = time.perf_counter()
+        loss = step(**kw)[0].float().square().mean()
+        middle = time.perf_counter()
+        loss.backward()
+        if GPU:
+            torch.cuda.synchronize()
+        return middle - start, time.perf_counter() - middle
+
+    first, second = once(), once()
+    row = dict(system=a.system, layers=a.layers, width=a.width, compiler=a.compiler,
+               backend_s=spent[0] + first[1] - second[1], total_s=sum(first) - sum(second))
+    print(row, graphopt.last_report().graphs[-1].notes, flush=True)
+    save("stream_compile", [row], ("system", "layers", "width", "compiler"), {}, a.out)
+
+
+if __name__ == "__main__":
+    main()

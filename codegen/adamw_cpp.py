@@ -1,0 +1,229 @@
+"""The AdamW update of adamw.py as one compiled loop: gradient in, weight out, state read and written once.
+
+Made from one template for every combination of weight (fp32, or bf16 with an int16 residual), gradient (fp32, bf16) and
+moving average, compiled by the system's C++ compiler for the machine at hand, and kept in a cache folder.  A layer is
+one call through ctypes: Python goes on meanwhile, and the interpreter's lock is asked for once a layer.
+Contraction into fused multiply-adds is off: the split and the fp32 layout give the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from graphopt.codegen.adamw import Hyper, Piece, update_all
+from graphopt.errors import CodegenError
+
+log = logging.getLogger(__name__)
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno",
+         "-fno-trapping-math")
+
+_BODY = r"""
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+typedef uint16_t bf16;
+struct Hyper { float decay, b1w, b2, b2w, root2, eps, size, scale, emaw; int32_t clip; };
+struct Piece { void* w; int16_t* r; const void* g; float* m; float* v; float* e; int64_t n; int32_t kind, hyper; };
+
+static inline float up(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
+static inline float up(float x) { return x; }
+static inline float join(bf16 w, int16_t r) {
+    uint32_t u = ((uint32_t)w << 16) + (uint32_t)(int32_t)r; float f; memcpy(&f, &u, 4); return f;
+}
+static inline void split(float f, bf16& w, int16_t& r) {
+    uint32_t u; memcpy(&u, &f, 4);
+    uint32_t high = (u + 0x8000u) >> 16;
+    w = (bf16)high; r = (int16_t)(u - (high << 16));
+}
+static inline float toward(float from, float to, float weight) {
+    return weight < 0.5f ? from + weight * (to - from) : to - (to - from) * (1.0f - weight);
+}
+static inline float step(float p, float g, float& m, float& v, const Hyper& h) {
+    g = h.clip ? g * h.scale : g;
+    m = toward(m, g, h.b1w);
+    v = v * h.b2 + h.b2w * g * g;
+    return p * h.decay + h.size * m / (std::sqrt(v) * h.root2 + h.eps);
+}
+"""
+
+_LOOP = r"""
+static void {name}(const Piece& s, const Hyper hyper, int64_t a, int64_t b) {{
+    const Hyper h = hyper;
+    {weight}* w = ({weight}*)s.w; int16_t* r = s.r; const {grad}* g = (const {grad}*)s.g;
+    float* m = s.m; float* v = s.v; float* e = s.e;
+    #pragma omp simd
+    for (int64_t i = a; i < b; i++) {{
+        float mi = m[i], vi = v[i];
+        float p = step({load}, up(g[i]), mi, vi, h);
+        m[i] = mi; v[i] = vi;
+        {store}
+        {ema}
+    }}
+}}
+"""
+
+# pieces are cut into chunks, so that many small parameters and one large one keep all threads busy alike
+_DRIVER = r"""
+extern "C" void adamw(const Piece* pieces, const Hyper* hypers, int64_t count, const int64_t* firsts, int64_t chunks,
+                      int64_t chunk, int threads) {{
+    #pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t c = 0; c < chunks; c++) {{
+        int64_t k = std::upper_bound(firsts, firsts + count, c) - firsts - 1;
+        const Piece& s = pieces[k];
+        int64_t a = (c - firsts[k]) * chunk, b = std::min(s.n, a + chunk);
+        switch (s.kind) {{
+{cases}
+        }}
+    }}
+}}
+"""
+CHUNK = 32768
+KINDS = tuple((w, g, e) for w in ("fp32", "split") for g in ("fp32", "bf16") for e in (False, True))
+
+
+class _Hyper(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_float) for n in ("decay", "b1w", "b2", "b2w", "root2", "eps", "size", "scale", "emaw")] + [
+        ("clip", ctypes.c_int32)]
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_void_p) for n in "wrgmve"] + [
+        ("n", ctypes.c_int64), ("kind", ctypes.c_int32), ("hyper", ctypes.c_int32)]
+
+
+def source() -> str:
+    """The C++ file."""
+    parts, cases = [_BODY], []
+    for kind, (weight, grad, ema) in enumerate(KINDS):
+        name = f"{weight}_{grad}{'_ema' if ema else ''}"
+        parts.append(_LOOP.format(
+            name=name, weight="float" if weight == "fp32" else "bf16", grad="float" if grad == "fp32" else "bf16",
+            load="w[i]" if weight == "fp32" else "join(w[i], r[i])",
+            store="w[i] = p;" if weight == "fp32" else "split(p, w[i], r[i]);",
+            ema="e[i] = toward(e[i], p, h.emaw);" if ema else "",
+        ))
+        cases.append(f"            case {kind}: {name}(s, hypers[s.hyper], a, b); break;")
+    return "".join(parts) + _DRIVER.format(cases="\n".join(cases))
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept."""
+    base = os.environ.get("GRAPHOPT_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "graphopt")
+    return Path(base)
+
+
+def _machine() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return platform.machine() + next((x for x in lines if x.startswith(("flags", "Features"))), "")
+
+
+def build() -> Path:
+    """The compiled library, from the cache or made now.  Raises CodegenError with the compiler's words."""
+    compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    if compiler is None:
+        raise CodegenError("no C++ compiler was found", remedy="install g++ or clang, or set CXX")
+    text = source()
+    digest = hashlib.sha256("\0".join((text, compiler, *FLAGS, _machine())).encode()).hexdigest()[:16]
+    target = cache_folder() / f"adamw-{digest}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        file, made = Path(folder) / "adamw.cpp", Path(folder) / "adamw.so"
+        file.write_text(text)
+        command = [compiler, *FLAGS, str(file), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise CodegenError(f"{compiler} failed on the AdamW kernel", where=done.stderr[-800:],
+                               remedy="use HostAdamW(kernel='torch'), or another compiler by CXX")
+        os.replace(made, target)  # a second process may do the same at the same time
+    return target
+
+
+@contextmanager
+def _passive_waiting() -> Iterator[None]:
+    """OpenMP reads this when it is loaded: idle threads of the team sleep and leave the cores to the launches."""
+    before = os.environ.get("OMP_WAIT_POLICY")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_WAIT_POLICY"]
+
+
+def load(threads: int) -> Callable[[Sequence[Piece]], None]:
+    """`adamw.update_all` compiled, on so many threads.  Raises CodegenError."""
+    try:
+        with _passive_waiting():
+            library = ctypes.CDLL(str(build()))
+    except OSError as error:
+        raise CodegenError(f"the AdamW kernel could not be loaded: {error}",
+                           remedy="use HostAdamW(kernel='torch')") from error
+
+    def update(pieces: Sequence[Piece]) -> None:
+        plain = [p for p in pieces if not _fits(p)]
+        update_all(plain)
+        compiled = [p for p in pieces if p.weight.numel() and not any(p is q for q in plain)]
+        if not compiled:
+            return
+        numbers: dict[Hyper, int] = {}
+        for p in compiled:
+            numbers.setdefault(p.hyper, len(numbers))
+        table = (_Piece * len(compiled))(*(_piece(p, numbers[p.hyper]) for p in compiled))
+        hypers = (_Hyper * len(numbers))(*map(_numbers, numbers))
+        firsts, chunks = [], 0
+        for p in compiled:
+            firsts.append(chunks)
+            chunks += (p.weight.numel() + CHUNK - 1) // CHUNK
+        library.adamw(table, hypers, ctypes.c_int64(len(compiled)), (ctypes.c_int64 * len(firsts))(*firsts),
+                      ctypes.c_int64(chunks), ctypes.c_int64(CHUNK), ctypes.c_int(threads))
+
+    return update
+
+
+def _fits(p: Piece) -> bool:
+    tensors = [t for t in (p.weight, p.residual, p.gradient, p.exp_avg, p.exp_avg_sq, p.average) if t is not None]
+    return p.gradient.dtype in (torch.float32, torch.bfloat16) and all(
+        t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+
+
+def _piece(p: Piece, hyper: int) -> _Piece:
+    ema = p.average is not None and p.hyper.ema is not None
+    kind = KINDS.index((
+        "fp32" if p.residual is None else "split", "fp32" if p.gradient.dtype == torch.float32 else "bf16", ema))
+    pointers = [None if t is None else t.data_ptr() for t in (
+        p.weight, p.residual, p.gradient, p.exp_avg, p.exp_avg_sq, p.average if ema else None)]
+    return _Piece(*pointers, p.weight.numel(), kind, hyper)
+
+
+def _numbers(h: Hyper) -> _Hyper:
+    return _Hyper(
+        1 - h.lr * h.weight_decay, 1 - h.beta1, h.beta2, 1 - h.beta2, 1 / (1 - h.beta2**h.step) ** 0.5, h.eps,
+        -(h.lr / (1 - h.beta1**h.step)), 1.0 if h.scale is None else h.scale, 0.0 if h.ema is None else 1 - h.ema,
+        int(h.scale is not None))
+
+
+def best(threads: int) -> Callable[[Sequence[Piece]], None]:
+    """The compiled kernel, or the torch one (with one line in the log) where none can be made."""
+    try:
+        return load(threads)
+    except CodegenError as error:
+        log.warning("graphopt: AdamW runs on torch operators: %s", error.what)
+        return update_all

@@ -1,0 +1,139 @@
+"""The runtime of one streamed model: ring, gradients, updates, and the walk along the schedule.
+
+The schedule says when a prefetch is queued.  What a call of a layer reads is checked again when it runs: a layer that
+is not in a slot at its newest version is fetched then (a miss), so an execution that leaves the schedule (two forwards
+before one backward, a skipped layer) is slower and not wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphopt.errors import StreamError
+from graphopt.passes import stream_graph
+from graphopt.streaming.gradients import Gradients
+from graphopt.streaming.link import Link
+from graphopt.streaming.ring import Ring
+from graphopt.streaming.store import Entry, HostLayer, HostStore
+
+
+class Ticket:
+    """One forward of a layer whose backward is still to come; gone when autograd drops it."""
+
+    def __init__(self, engine: Engine, layer: HostLayer) -> None:
+        self.version = layer.target
+        self.open = True
+        self._engine = weakref.ref(engine)
+        self._layer = layer
+
+    def close(self) -> None:
+        """Its backward has come, or never will."""
+        engine = self._engine()
+        if self.open and engine is not None:
+            engine.outstanding[self._layer] -= 1
+        self.open = False
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Engine:
+    """The runtime of one streamed model on one device."""
+
+    def __init__(self, store: HostStore, link: Link, slots: int) -> None:
+        self.store, self.link = store, link
+        self.ring = Ring(store, link, slots)
+        self.gradients = Gradients(store, link)
+        self.outstanding = dict.fromkeys(store.layers, 0)
+        self.optimizer: Any = None  # weak reference to HostAdamW
+        self.spark = torch.zeros((), device=link.device, requires_grad=True)  # makes a layer's node part of a backward
+        self.trace: list[tuple[str, str, int, str]] | None = None
+        self.program: Any = None  # the latest training program, weakly
+        self.frames: dict[str, dict[str, set[str]]] = {}  # layer -> frame -> its parameters that the frame reads
+
+    def log(self, what: str, layer: HostLayer, slot: int, phase: str = "") -> None:
+        """Keep what ran, for tests and pictures."""
+        if self.trace is not None:
+            self.trace.append((what, layer.fqn, slot, phase))
+
+    def begin(self, program: Any) -> None:
+        """A forward starts."""
+        self.store.check()
+        if torch.is_grad_enabled():
+            optimizer = self.optimizer() if self.optimizer else None
+            if optimizer is not None:
+                optimizer.check_forward()
+            self.program = weakref.ref(program)
+
+    def set_slots(self, slots: int) -> None:
+        """Another number of slots, from the next forward on; no backward may be outstanding."""
+        if any(self.outstanding.values()):
+            raise StreamError("slots cannot change between a forward and its backward",
+                              remedy="change them after step()")
+        self.ring = Ring(self.store, self.link, slots)
+
+    def prime(self) -> None:
+        """Queue the first prefetches of the next forward: called when the updates they wait for are queued."""
+        program = self.program() if self.program else None
+        if program is not None and program.planned == len(self.ring.slots):
+            Walk(program.forward_nodes).after(self)
+
+    def ticket(self, layer: HostLayer) -> Ticket:
+        """Note a forward whose backward will come."""
+        self.outstanding[layer] += 1
+        return Ticket(self, layer)
+
+    def check_backward(self, layer: HostLayer, ticket: Ticket) -> None:
+        """Raise StreamError where a backward cannot be right, before it runs."""
+        self.store.check()
+        if layer.target != ticket.version:
+            raise StreamError("the weights were updated between this forward and its backward", where=layer.fqn,
+                              remedy="run backward before step(), or run the forward again")
+        if not ticket.open:
+            raise StreamError("a second backward through the same forward (retain_graph=True)", where=layer.fqn,
+                              remedy="add the losses and call backward once")
+        self.gradients.check_open(layer)
+
+    def land(self, layer: HostLayer, found: Sequence[tuple[Entry, torch.Tensor]], ticket: Ticket) -> None:
+        """Gradients of one backward of a layer are there."""
+        optimizer = self.optimizer() if self.optimizer else None
+        self.gradients.land(layer, found, optimizer.updates if optimizer is not None else None)
+        ticket.close()
+        if found:
+            self.log("grad_offload", layer, -1)
+        if optimizer is not None and self.outstanding[layer] == 0:
+            optimizer.landed(layer)
+
+
+class Walk:
+    """A place in one phase of a schedule: what is queued as an execution goes along it."""
+
+    def __init__(self, nodes: list[Any]) -> None:
+        self.nodes, self.at = nodes, 0
+
+    def until(self, engine: Engine, call: int) -> None:
+        """Queue the prefetches that stand before a call of a layer; calls that were skipped are passed over."""
+        end = next((i for i in range(self.at, len(self.nodes)) if self.nodes[i].kwargs.get("call") == call
+                    and self.nodes[i].target is stream_graph.compute), None)
+        if end is None:  # out of order: the call fetches for itself
+            return
+        for node in self.nodes[self.at:end]:
+            _queue(engine, node)
+        self.at = end + 1
+
+    def after(self, engine: Engine) -> None:
+        """Queue the prefetches that stand between the last call and the next."""
+        while self.at < len(self.nodes) and self.nodes[self.at].target is not stream_graph.wait:
+            _queue(engine, self.nodes[self.at])
+            self.at += 1
+
+
+def _queue(engine: Engine, node: Any) -> None:
+    if node.target is stream_graph.prefetch:
+        layer = engine.store.by_fqn[node.kwargs["layer"]]
+        if engine.ring.prefetch(layer, node.kwargs["slot"]):
+            engine.log("prefetch", layer, node.kwargs["slot"])

@@ -1,0 +1,182 @@
+"""Gradients on their way down: packed into a flat device slab, one copy to the host, accumulated there in fp32.
+
+A slab is fixed and used in turn; its next user waits on the device for the copy before.  The host buffer holds the
+first gradient since `zero_grad` in the weights' dtype; a second one makes the layer accumulate in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphopt.errors import StreamError
+from graphopt.streaming import handles
+from graphopt.streaming.link import Link
+from graphopt.streaming.store import Entry, HostLayer, HostStore
+from graphopt.streaming.updates import Updates
+
+
+class Landing:
+    """What one layer's gradient buffers hold since the last zero_grad."""
+
+    def __init__(self) -> None:
+        self.fresh: list[Entry] = []  # with a gradient
+        self.events: list[Any] = []  # copies on their way
+        self.norms: dict[Entry, torch.Tensor] = {}  # fp32, 0-d, on the device; only of gradients that landed once
+        self.sum: torch.Tensor | None = None  # fp32, by element: more than one gradient landed
+        self.consumed = False
+
+
+class Gradients:
+    """The slabs of one model, and where its gradients are."""
+
+    def __init__(self, store: HostStore, link: Link, slabs: int = 2) -> None:
+        self.store, self.link = store, link
+        size = max((layer.grad_bytes for layer in store.layers), default=0)
+        self.slabs = [torch.zeros(size, dtype=torch.uint8, device=link.device) for _ in range(slabs)]
+        self.landings = {layer: Landing() for layer in store.layers}
+        self.downloads = self.downloaded_bytes = 0
+        self.keep_norms = True
+        self._busy: list[Any] = [None] * slabs
+        self._turn = 0
+        self._stage: torch.Tensor | None = None  # host, pinned: gradients that will be added to a sum
+        self._sums: dict[HostLayer, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all slabs."""
+        return sum(s.numel() for s in self.slabs)
+
+    def check_open(self, layer: HostLayer) -> None:
+        """Raise StreamError if a backward would add to gradients that step() has already used up."""
+        landing = self.landings[layer]
+        if not landing.consumed:
+            return
+        if any(e.handle.grad is not None for e in layer.trained):
+            raise StreamError(
+                "a backward after step() without zero_grad(): streamed gradients are used up by the update",
+                where=layer.fqn, remedy="call opt.zero_grad() after opt.step()",
+            )
+        landing.consumed = False
+
+    def land(self, layer: HostLayer, found: Sequence[tuple[Entry, torch.Tensor]], updates: Updates | None) -> None:
+        """Queue the copy of some of a layer's gradients to the host.
+
+        found: trained entries and their gradients on the device.
+        """
+        if not found:
+            return
+        landing = self.landings[layer]
+        landing.fresh = [e for e in landing.fresh if e.handle.grad is not None]
+        if not landing.fresh:  # zeroed by whoever set .grad to None
+            landing = self.landings[layer] = Landing()
+        slab, turn = self.slabs[self._turn], self._turn
+        self._turn = (turn + 1) % len(self.slabs)
+        self.link.wait(self._busy[turn])
+        entries = [e for e, _ in found]
+        torch._foreach_copy_([e.gradient(slab) for e in entries], [g for _, g in found])
+        again = landing.sum is not None or any(e in landing.fresh for e in entries)
+        if again:
+            landing.norms.clear()
+        elif self.keep_norms:
+            landing.norms.update(zip(entries, torch._foreach_norm([g for _, g in found], 2, dtype=torch.float32)))
+        if again:
+            self._busy[turn] = self._accumulate(layer, landing, entries, slab, updates)
+        else:
+            host = self.store.allocate_slab(layer)
+            event = self._download(host, slab, entries, layer)
+            landing.events.append(event)
+            landing.fresh += entries
+            self._busy[turn] = event
+        for e in entries:
+            if e.handle.grad is None:
+                e.handle.grad = handles.gradient_of(e.handle)
+
+    def _download(self, host: torch.Tensor, slab: torch.Tensor, entries: list[Entry], layer: HostLayer) -> Any:
+        after, event = self.link.mark(), None
+        if len(entries) == len(layer.trained):
+            spans = [(0, layer.grad_bytes)]
+        else:
+            spans = [(e.grad_byte, e.grad_byte + e.numel * e.dtype.itemsize) for e in entries]
+        for a, b in spans:
+            event = self.link.download(host[a:b], slab[a:b], after)
+            self.downloads += 1
+            self.downloaded_bytes += b - a
+        return event
+
+    def _accumulate(
+        self, layer: HostLayer, landing: Landing, entries: list[Entry], slab: torch.Tensor, updates: Updates | None
+    ) -> Any:
+        first = landing.sum is None
+        if first:
+            if layer not in self._sums:
+                self._sums[layer] = self.store.arena.allocate(layer.elements * 4, pin=False).view(torch.float32)
+            landing.sum = self._sums[layer]
+        if self._stage is None:
+            self._stage = self.store.arena.allocate(max(x.grad_bytes for x in self.store.layers))
+        elif updates is not None:
+            updates.drain()  # the stage is read by the sum before
+        known, events = list(landing.fresh), list(landing.events)
+        event = self._download(self._stage, slab, entries, layer)
+        stage, total, host = self._stage, landing.sum, layer.slab
+        assert total is not None
+
+        def add() -> None:
+            for e in events if first else ():
+                self.link.join(e)
+            if first:
+                assert host is not None
+                for e in known:
+                    _part(total, e).copy_(e.gradient(host).as_strided((e.numel,), (1,)))
+            self.link.join(event)
+            for e in entries:
+                value = e.gradient(stage).as_strided((e.numel,), (1,))
+                if e in known:
+                    _part(total, e).add_(value)
+                else:
+                    _part(total, e).copy_(value)
+
+        landing.fresh += [e for e in entries if e not in known]
+        landing.events = []
+        if updates is None:
+            add()
+        else:
+            updates.call(add)
+        return event
+
+    def read(self, landing: Landing, entry: Entry) -> torch.Tensor:
+        """A gradient in host memory, 1-d; the caller has waited for its copy."""
+        if landing.sum is not None:
+            return _part(landing.sum, entry)
+        assert entry.layer.slab is not None
+        return entry.gradient(entry.layer.slab).as_strided((entry.numel,), (1,))
+
+    def norm(self, landing: Landing, entry: Entry) -> torch.Tensor:
+        """The 2-norm of one gradient, fp32, 0-d."""
+        if entry in landing.norms:
+            return landing.norms[entry]
+        for event in landing.events:
+            self.link.join(event)
+        return torch.linalg.vector_norm(self.read(landing, entry), dtype=torch.float32)
+
+    def take(self, layer: HostLayer) -> Landing:
+        """Hand over what has landed: the layer starts anew."""
+        landing, self.landings[layer] = self.landings[layer], Landing()
+        self.landings[layer].consumed = bool(landing.fresh)
+        return landing
+
+    def clear(self) -> None:
+        """Forget all gradients (zero_grad)."""
+        for layer in self.store.layers:
+            landing = self.landings[layer]
+            if landing.fresh or landing.consumed:
+                self.landings[layer] = Landing()
+            for e in layer.entries:
+                if e.trained:
+                    e.handle.grad = None
+
+
+def _part(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+    return flat[entry.element:entry.element + entry.numel]

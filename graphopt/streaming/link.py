@@ -1,0 +1,208 @@
+"""Streams, events and copies between host and device, behind one small interface.
+
+`CudaLink` uses two copy streams beside the current one.  `CpuLink` is the same interface where "device" memory is host
+memory and every copy happens at once.  `LateLink` is CpuLink with copies that happen as late as the waits allow, in a
+random order between the two streams: what forgets a wait reads poison or old values.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Link(Protocol):
+    """What the runtime needs of a device."""
+
+    device: torch.device
+    pin: bool
+
+    def upload(self, device: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
+        """Queue host -> device on the upload stream, after an event of the compute stream; return an event."""
+        ...
+
+    def download(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        """Queue device -> host on the download stream, after an event of the compute stream; return an event."""
+        ...
+
+    def mark(self) -> Any:
+        """An event at the current end of the compute stream."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Let the compute stream wait for an event; the host goes on."""
+        ...
+
+    def join(self, event: Any) -> None:
+        """Let the host wait for an event."""
+        ...
+
+    def ready(self, event: Any) -> bool:
+        """Has the event happened?"""
+        ...
+
+    def thread(self) -> Any:
+        """A context for a thread that will queue copies."""
+        ...
+
+
+class CpuLink:
+    """Everything at once, in host memory."""
+
+    pin = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def upload(self, device: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
+        """See Link."""
+        device.copy_(host)
+        return None
+
+    def download(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        """See Link."""
+        host.copy_(device)
+        return None
+
+    def mark(self) -> Any:
+        """See Link."""
+        return None
+
+    def wait(self, event: Any) -> None:
+        """See Link."""
+
+    def join(self, event: Any) -> None:
+        """See Link."""
+
+    def ready(self, event: Any) -> bool:
+        """See Link."""
+        return True
+
+    def thread(self) -> Any:
+        """See Link."""
+        return nullcontext()
+
+
+class LateLink(CpuLink):
+    """CpuLink whose copies happen late, at random: a test of the waits, on real data."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._queues: dict[str, deque[_Copy]] = {"up": deque(), "down": deque()}
+
+    def upload(self, device: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
+        """See Link.  The destination is poisoned at once: nothing may read it before the copy."""
+        device.fill_(0xFF)
+        return self._queue("up", device, host)
+
+    def download(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        """See Link."""
+        host.fill_(0xFF)
+        return self._queue("down", host, device)
+
+    def _queue(self, stream: str, to: torch.Tensor, source: torch.Tensor) -> _Copy:
+        with self._lock:
+            copy = _Copy(stream, to, source)
+            self._queues[stream].append(copy)
+            self._drift()
+            return copy
+
+    def _drift(self) -> None:
+        for _ in range(self._random.randrange(3)):
+            queue = self._queues[self._random.choice(("up", "down"))]
+            if queue:
+                queue.popleft().run()
+
+    def wait(self, event: Any) -> None:
+        """See Link."""
+        if event is None:
+            return
+        with self._lock:
+            while not event.done:
+                self._queues[event.stream].popleft().run()
+            self._drift()
+
+    join = wait
+
+    def ready(self, event: Any) -> bool:
+        """See Link."""
+        return event is None or event.done
+
+
+class _Copy:
+    def __init__(self, stream: str, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.stream, self.to, self.source, self.done = stream, to, source, False
+
+    def run(self) -> None:
+        self.to.copy_(self.source)
+        self.done = True
+
+
+class CudaLink:
+    """Two copy streams beside the current stream of whoever computes.
+
+    slow: repeat every copy that often, to make races visible in tests.
+    """
+
+    pin = True
+
+    def __init__(self, device: torch.device, slow: int = 1) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.slow = slow
+        self._up, self._down = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    def upload(self, device: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
+        """See Link."""
+        return self._copy(self._up, device, host, after)
+
+    def download(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        """See Link."""
+        return self._copy(self._down, host, device, after)
+
+    def _copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+        event = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            for _ in range(self.slow):
+                to.copy_(source, non_blocking=True)
+            event.record(stream)
+        return event
+
+    def mark(self) -> Any:
+        """See Link."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, event: Any) -> None:
+        """See Link."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def join(self, event: Any) -> None:
+        """See Link."""
+        if event is not None:
+            event.synchronize()
+
+    def ready(self, event: Any) -> bool:
+        """See Link."""
+        return event is None or bool(event.query())
+
+    def thread(self) -> Any:
+        """See Link."""
+        return torch.cuda.device(self.device)
+
+
+def link_for(device: torch.device | str) -> Link:
+    """The link to a device."""
+    device = torch.device(device)
+    return CudaLink(device) if device.type == "cuda" else CpuLink()

@@ -1,0 +1,279 @@
+"""HostAdamW: AdamW whose state lives in host memory and whose work is done by the CPU while the GPU goes on."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from graphopt.codegen import adamw_cpp
+from graphopt.codegen.adamw import Hyper, update_all
+from graphopt.errors import ConfigError, StreamError
+from graphopt.streaming import handles, memory
+from graphopt.streaming.engine import Engine
+from graphopt.streaming.resident import ResidentState
+from graphopt.streaming.store import Entry, HostLayer
+from graphopt.streaming.updates import Job, State, Updates
+
+MODES = ("deferred", "priority", "in_backward")
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """AdamW for a streamed model: same results as torch.optim.AdamW on fp32 masters.
+
+    params: parameters or parameter groups of a model that went through `graphopt.stream`; resident parameters may be
+    among them and use their `.grad`.  lr, betas, eps, weight_decay: as in torch.optim.AdamW, per group.
+    update: when the CPU works.  "deferred" (default): `step()` hands the updates to the CPU, which does them in forward
+    order under the next forward; clipping by the global norm is exact.  "priority": updates start as gradients land,
+    the lowest layer first.  "in_backward": as "priority", and `step()` waits for them.  The last two change weights
+    before `step()` is called, and cannot clip.
+    accumulate: backward passes per step (needed by the last two; the first takes any number).
+    ema: decay of a moving average of the weights, kept in fp32 beside them, or None.
+    kernel: "auto" (compiled C++ where a compiler is found), "torch" (bitwise torch.optim.AdamW) or "cpp".
+    Raises ConfigError for bad values, StreamError where the model cannot be updated as asked.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.01, *, update: str = "deferred", accumulate: int = 1, ema: float | None = None,
+        kernel: str = "auto",
+    ) -> None:
+        _validate(lr, betas, eps, weight_decay, update, accumulate, ema, kernel)
+        self.update, self.accumulate, self.ema = update, accumulate, ema
+        self._ready = False
+        super().__init__(params, dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay))
+        streamed = [e for p in self._parameters() if (e := handles.entry_of(p)) is not None]
+        engines = {id(e.layer.engine): e.layer.engine for e in streamed}
+        if len(engines) != 1:
+            raise StreamError(
+                f"the parameters belong to {len(engines)} streamed models, one is needed",
+                remedy="pass the parameters of one model that went through graphopt.stream, or use torch.optim.AdamW",
+            )
+        self.engine: Engine = next(iter(engines.values()))
+        if self.engine.optimizer is not None and self.engine.optimizer() is not None:
+            raise StreamError("this model has a HostAdamW already", remedy="delete it, or give it parameter groups")
+        self.store = self.engine.store
+        self._entries = [e for e in streamed if e.trained]
+        self._mine = frozenset(self._entries)
+        layers = {e.layer for e in self._entries}
+        self._layers = [x for x in self.store.layers if x in layers]
+        memory.require(self._host_bytes(), "optimizer state and gradients")
+        self.states = {x: State(x, self.store, ema is not None) for x in self._layers}
+        self.resident = ResidentState(ema)
+        self.updates = Updates(self.store, self.engine.link, self.states, _kernel(kernel))
+        self._scale: torch.Tensor | None = None
+        self._planned: dict[HostLayer, dict[Entry, Hyper]] = {}
+        self._snapshot: list[tuple[Any, ...]] | None = None
+        self._rounds = dict.fromkeys(self._layers, 0)
+        self._updated: set[HostLayer] = set()
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self.engine.gradients.keep_norms = update == "deferred"
+        self.engine.optimizer = weakref.ref(self)
+        self._ready = True
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _host_bytes(self) -> int:
+        per = 8 + (4 if self.ema is not None else 0) + (4 if self.accumulate > 1 else 0)
+        return sum(x.elements * per + x.grad_bytes + (2 * x.elements if any(
+            e.dtype == torch.bfloat16 for e in x.trained) else 0) for x in self._layers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; after construction only resident parameters can be added."""
+        super().add_param_group(param_group)
+        if self._ready and any(handles.entry_of(p) is not None for p in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise StreamError("streamed parameters cannot be added to a HostAdamW later",
+                              remedy="pass all groups when it is made")
+        self._group_of = {}
+
+    def _hyper(self, p: torch.nn.Parameter, step: int, scale: float | None) -> Hyper:
+        if not self._group_of:
+            self._group_of = {id(q): g for g in self.param_groups for q in g["params"]}
+        g = self._group_of[id(p)]
+        beta1, beta2 = g["betas"]
+        return Hyper(float(g["lr"]), beta1, beta2, g["eps"], g["weight_decay"], step, scale, self.ema)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One optimizer step; streamed layers are updated by the CPU as `update` says."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.store.check()
+        self._check_order_of_updates()
+        scale = None if self._scale is None else float(self._scale)
+        if self.update == "deferred":
+            for layer in self._layers:
+                landing = self.engine.gradients.landings[layer]
+                if landing.fresh:
+                    self._submit(layer, scale)
+        elif self.update == "in_backward":
+            self.updates.drain()
+        with torch.no_grad():
+            for p in self._parameters():
+                if handles.entry_of(p) is None and p.grad is not None:
+                    in_place = p.grad.dtype == torch.float32  # clipped where it is
+                    self.resident.update(p, self._hyper(p, self.resident.steps(p) + 1, None if in_place else scale))
+        self._scale, self._snapshot = None, None
+        self._updated.clear()
+        self._rounds = dict.fromkeys(self._layers, 0)
+        self.engine.prime()
+        return loss
+
+    def _submit(self, layer: HostLayer, scale: float | None) -> None:
+        gradients = self.engine.gradients
+        landing = gradients.take(layer)
+        steps = self.states[layer].steps
+        hypers = {e: self._hyper(e.handle, steps[e] + 1, scale) for e in landing.fresh if e in self._mine}
+        self.updates.submit(Job(layer, hypers, list(landing.events), lambda e: gradients.read(landing, e)))
+
+    def landed(self, layer: HostLayer) -> None:
+        """All gradients of one round have landed: called by the runtime."""
+        if self.update == "deferred" or layer not in self.states:
+            return
+        if self._snapshot is None:
+            self._snapshot = self._settings()
+        self._rounds[layer] += 1
+        if self._rounds[layer] == self.accumulate:
+            self._updated.add(layer)
+            self._submit(layer, None)
+
+    def check_forward(self) -> None:
+        """Raise StreamError if a forward would read weights of two different steps: called by the runtime."""
+        if self._updated:
+            raise StreamError(
+                f"update={self.update!r} has changed weights already, and step() was not called",
+                remedy=f"call step() after {self.accumulate} backward passes, or pass accumulate=, or use "
+                "update='deferred'",
+            )
+
+    def _settings(self) -> list[tuple[Any, ...]]:
+        return [(g["lr"], tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in self.param_groups]
+
+    def _check_order_of_updates(self) -> None:
+        if self.update == "deferred":
+            return
+        if self._snapshot is not None and self._snapshot != self._settings():
+            raise StreamError("lr, betas, eps or weight_decay changed between backward and step() with "
+                              f"update={self.update!r}, after they were used",
+                              remedy="change them after step(), or use update='deferred'")
+        short = [x.fqn for x in self._layers if 0 < self._rounds[x] < self.accumulate]
+        if short:
+            raise StreamError(f"step() after fewer than accumulate={self.accumulate} backward passes", where=short[0],
+                              remedy="run the remaining backward passes first, or use update='deferred'")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients.  Streamed ones are always set to None."""
+        self.engine.gradients.clear()
+        super().zero_grad(set_to_none)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients together, fp32, 0-d, before any clipping.  Deferred mode only."""
+        self._need_deferred("grad_norm")
+        self.updates.drain()
+        norms = []
+        device = self.engine.link.device
+        for p in self._parameters():
+            entry = handles.entry_of(p)
+            if entry is None:
+                if p.grad is not None:
+                    norms.append(torch.linalg.vector_norm(p.grad, dtype=torch.float32).to(device))
+            elif entry.trained:
+                landing = self.engine.gradients.landings[entry.layer]
+                if entry in landing.fresh:
+                    norms.append(self.engine.gradients.norm(landing, entry).to(device))
+        if not norms:
+            return torch.zeros((), device=device)
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before, as torch does.
+
+        Streamed gradients are scaled, in fp32, when the update reads them; resident fp32 ones here, in place.
+        """
+        self._need_deferred("clip_grad_norm_")
+        if self._scale is not None:
+            raise StreamError("clip_grad_norm_ was called twice before step()", remedy="call it once per step")
+        norm = self.grad_norm()
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._scale = coefficient.detach().cpu()
+        with torch.no_grad():
+            for p in self._parameters():
+                if handles.entry_of(p) is None and p.grad is not None and p.grad.dtype == torch.float32:
+                    p.grad.mul_(coefficient.to(p.grad.device))
+        return norm
+
+    def _need_deferred(self, what: str) -> None:
+        if self.update != "deferred":
+            raise StreamError(f"{what} with update={self.update!r}: weights change before all gradients are known",
+                              remedy="use update='deferred'")
+
+    def gradient(self, p: torch.nn.Parameter) -> torch.Tensor | None:
+        """A copy of a streamed parameter's gradient, in host memory; None if it has none."""
+        entry = handles.entry_of(p)
+        if entry is None:
+            return p.grad
+        landing = self.engine.gradients.landings[entry.layer]
+        if entry not in landing.fresh or p.grad is None:
+            return None
+        self.updates.drain()
+        for event in landing.events:
+            self.engine.link.join(event)
+        flat = self.engine.gradients.read(landing, entry)
+        return flat.as_strided(entry.shape, entry.stride).clone()
+
+    def flush(self) -> None:
+        """Block until every queued update is done."""
+        self.updates.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.AdamW's: per parameter `step`, `exp_avg`, `exp_avg_sq` (fp32, shaped like the parameter).
+
+        A bf16 parameter has also `master`, its fp32 value; with ema= there is `ema`.  Tensors are in host memory and,
+        as torch's, share memory with the optimizer (`master` is a copy).
+        """
+        from graphopt.streaming import state
+
+        return state.optimizer_state(self)
+
+    def ema_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The moving average by parameter name, fp32, of everything this optimizer trains.  Needs ema=."""
+        from graphopt.streaming import state
+
+        return state.average_of(self, model)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` (or that of torch.optim.AdamW over fp32 masters) returned."""
+        from graphopt.streaming import state
+
+        state.load_optimizer_state(self, state_dict)
+
+
+def _kernel(name: str) -> Callable[..., None]:
+    # two cores stay for the thread that launches kernels and the one that copies
+    threads = max(1, len(os.sched_getaffinity(0)) - 2)
+    return update_all if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
+
+
+def _validate(
+    lr: Any, betas: Any, eps: Any, weight_decay: Any, update: str, accumulate: int, ema: Any, kernel: str
+) -> None:
+    checks = [
+        (isinstance(lr, torch.Tensor) or lr >= 0, f"lr is {lr}", "use a number of at least 0"),
+        (len(betas) == 2 and all(0 <= b < 1 for b in betas), f"betas are {betas}", "use two numbers in [0, 1)"),
+        (eps >= 0, f"eps is {eps}", "use a number of at least 0"),
+        (weight_decay >= 0, f"weight_decay is {weight_decay}", "use a number of at least 0"),
+        (update in MODES, f"update is {update!r}", f"use one of {', '.join(map(repr, MODES))}"),
+        (isinstance(accumulate, int) and accumulate >= 1, f"accumulate is {accumulate!r}",
+         "use a whole number from 1 up"),
+        (ema is None or 0 < ema < 1, f"ema is {ema!r}", "use a decay between 0 and 1, or None"),
+        (kernel in ("auto", "torch", "cpp"), f"kernel is {kernel!r}", "use 'auto', 'torch' or 'cpp'"),
+    ]
+    for fine, what, remedy in checks:
+        if not fine:
+            raise ConfigError(f"HostAdamW: {what}", remedy=remedy)

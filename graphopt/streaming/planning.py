@@ -1,0 +1,183 @@
+"""`graphopt.stream_plan`: bytes, bound and predicted step of a streamed model, without running it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt.errors import ConfigError
+from graphopt.passes import stream_graph
+from graphopt.schedule import stream_plan as costs
+from graphopt.schedule.stream_sim import Timeline, simulate
+from graphopt.streaming import attach, handles
+from graphopt.streaming.optimizer import MODES
+from graphopt.streaming.store import HostLayer
+
+STEPS = 4  # simulated; the last one is in a steady state
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What `stream_plan` found.  Bytes are exact for the host store and the ring; times are predicted.
+
+    host, device: bytes by part.  uploaded, downloaded: bytes per step.  bound: the least time of each resource.
+    step_s: a step of the simulated schedule, in a steady state.
+    """
+
+    layers: int
+    classes: dict[str, int]
+    host: dict[str, int]
+    device: dict[str, int]
+    uploaded: int
+    downloaded: int
+    bound: costs.Bound
+    step_s: float
+    update: str
+    slots: int
+    tokens: int
+    slots_advised: int
+    resident_advised: int
+    rates: costs.Rates
+    timeline: Timeline = field(repr=False)
+    schedule: fx.Graph = field(repr=False)
+
+    @property
+    def host_bytes(self) -> int:
+        """All of the host's."""
+        return sum(self.host.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Weights, slots and slabs; not the activations."""
+        return sum(self.device.values())
+
+    def __str__(self) -> str:
+        gb = lambda parts: ", ".join(f"{k} {v / 1e9:.2f}" for k, v in parts.items())  # noqa: E731
+        ms = lambda parts: ", ".join(f"{k} {1e3 * v:.0f}" for k, v in parts.items())  # noqa: E731
+        return "\n".join((
+            f"{self.layers} layers in {len(self.classes)} families, {self.slots} slots, update={self.update!r}, "
+            f"{self.tokens} tokens",
+            f"host    {self.host_bytes / 1e9:.2f} GB: {gb(self.host)}",
+            f"device  {self.device_bytes / 1e9:.2f} GB without activations: {gb(self.device)}",
+            f"moved   {self.uploaded / 1e9:.2f} GB up, {self.downloaded / 1e9:.2f} GB down a step",
+            f"ms      forward: {ms(self.bound.forward)}; backward: {ms(self.bound.backward)}; "
+            f"step: {ms(self.bound.step)}",
+            f"bound   {1e3 * self.bound.seconds:.0f} ms ({self.bound.binds}); "
+            f"predicted step {1e3 * self.step_s:.0f} ms",
+            f"advice  {self.slots_advised} slots, first {self.resident_advised} layers resident "
+            f"(rates: {self.rates.origin})",
+        ))
+
+
+def stream_plan(
+    model: nn.Module, tokens: int, *, slots: int = 2, resident: Any = "auto", update: str = "deferred",
+    ema: float | None = None, accumulate: int = 1, rates: costs.Rates | None = None, layers: Any = None,
+) -> StreamPlan:
+    """Plan the streaming of a model (which may be on meta, and may be streamed already).
+
+    tokens: of one step, batch times sequence.  slots, resident, layers: as for graphopt.stream; update, ema,
+    accumulate: as for HostAdamW.  rates: measured ones of your machine (graphopt.schedule.stream_plan.Rates).
+    Raises StreamError where the model cannot be streamed, ConfigError for bad values.
+    """
+    if update not in MODES or tokens < 1 or slots < 1:
+        raise ConfigError(f"stream_plan: update={update!r}, tokens={tokens}, slots={slots}",
+                          remedy=f"update is one of {MODES}, tokens and slots are at least 1")
+    rates = rates or costs.Rates()
+    plan = _layers(model, resident, layers)
+    order = [costs.LayerCost(x.fqn, x.nbytes, x.grad_bytes, _adamw_bytes(x), _forward_s(x, tokens, rates))
+             for x in plan]
+    schedule = stream_graph.build([stream_graph.Call(x.fqn, bool(x.grad_bytes)) for x in plan], slots, update, STEPS)
+    line, uploaded, downloaded = _simulate(schedule, order, rates)
+    return StreamPlan(
+        layers=len(plan), classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
+        host=_host(plan, ema, accumulate), device=_device(model, plan, slots, ema), uploaded=uploaded,
+        downloaded=downloaded, bound=costs.bound(order, rates, slots, update), step_s=_steady(schedule, line),
+        update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order, rates),
+        resident_advised=costs.resident_layers(order, rates), rates=rates, timeline=line, schedule=schedule,
+    )
+
+
+def _layers(model: nn.Module, resident: Any, layers: Any) -> list[HostLayer]:
+    streamed = [e for e in map(handles.entry_of, model.parameters()) if e is not None]
+    if streamed:
+        return streamed[0].layer.engine.store.layers
+    return attach.plan(model, layers, resident)
+
+
+def _adamw_bytes(layer: HostLayer) -> int:
+    return sum(e.numel * (costs.ADAMW_BYTES if e.dtype == torch.bfloat16 else costs.ADAMW_BYTES_FP32)
+               for e in layer.trained)
+
+
+def _forward_s(layer: HostLayer, tokens: int, rates: costs.Rates) -> float:
+    """Products of the layer's matrices with every token, and self-attention over all of them."""
+    matrices = [e for e in layer.entries if len(e.shape) >= 2]
+    if not matrices:
+        return 0.0
+    products = 2 * sum(e.numel for e in matrices) * tokens
+    width = Counter(e.shape[-1] for e in matrices).most_common(1)[0][0]
+    return products / rates.matmul + 4 * tokens * tokens * width / rates.attention
+
+
+def _simulate(schedule: fx.Graph, order: list[costs.LayerCost], rates: costs.Rates) -> tuple[Timeline, int, int]:
+    of = {x.name: x for x in order}
+
+    def nbytes(node: fx.Node) -> int:
+        x = of[str(node.kwargs["layer"])]
+        return {stream_graph.prefetch: x.weight_bytes, stream_graph.grad_offload: x.grad_bytes}.get(
+            node.target, 0)  # type: ignore[arg-type,call-overload]
+
+    def seconds(node: fx.Node) -> float:
+        x = of[str(node.kwargs["layer"])]
+        if node.target is stream_graph.compute:
+            return x.forward_s * (1 if node.kwargs["phase"] == "forward" else 3)
+        if node.target is stream_graph.optimizer:
+            return x.adamw_bytes / rates.adamw
+        rate = rates.h2d if node.target is stream_graph.prefetch else rates.d2h
+        return nbytes(node) / rate
+
+    tasks = stream_graph.tasks(schedule, seconds, nbytes)
+    last = {n.name for n in schedule.nodes if n.kwargs.get("step") == STEPS - 1}
+    up = sum(t.nbytes for t in tasks if t.stream == "upload" and t.name in last)
+    down = sum(t.nbytes for t in tasks if t.stream == "download" and t.name in last)
+    return simulate(tasks), up, down
+
+
+def _steady(schedule: fx.Graph, line: Timeline) -> float:
+    ends = [max(line.end[n.name] for n in schedule.nodes if n.target is stream_graph.compute and n.kwargs["step"] == s)
+            for s in (STEPS - 2, STEPS - 1)]
+    return ends[1] - ends[0]
+
+
+def _host(plan: list[HostLayer], ema: float | None, accumulate: int) -> dict[str, int]:
+    trained = [x for x in plan if x.trained]
+    elements = sum(x.elements for x in trained)
+    split = sum(x.elements for x in trained if any(e.dtype == torch.bfloat16 for e in x.trained))
+    parts = {"weights": sum(x.nbytes for x in plan), "gradients": sum(x.grad_bytes for x in trained),
+             "moments": 8 * elements, "residuals": 2 * split}
+    if ema is not None:
+        parts["average"] = 4 * elements
+    if accumulate > 1:
+        parts["accumulated gradients"] = 4 * elements + max((x.grad_bytes for x in trained), default=0)
+    return parts
+
+
+def _device(model: nn.Module, plan: list[HostLayer], slots: int, ema: float | None) -> dict[str, int]:
+    mine = {id(e.handle) for x in plan for e in x.entries}
+    rest = [p for p in model.parameters() if id(p) not in mine]
+    trained = sum(p.numel() for p in rest if p.requires_grad)
+    split = sum(p.numel() for p in rest if p.requires_grad and p.dtype == torch.bfloat16)
+    pool: dict[torch.dtype, int] = {}
+    for e in (e for x in plan for e in x.entries):
+        pool[e.dtype] = max(pool.get(e.dtype, 0), e.numel * e.dtype.itemsize)
+    return {
+        "slots": slots * max(x.nbytes for x in plan), "slabs": 2 * max(x.grad_bytes for x in plan),
+        "resident weights": sum(p.numel() * p.element_size() for p in rest),
+        "resident gradients and state": sum(p.numel() * p.element_size() for p in rest if p.requires_grad)
+        + 8 * trained + 2 * split + (4 * trained if ema is not None else 0),
+        "handles": sum(pool.values()),
+    }

@@ -1,0 +1,106 @@
+"""What a streamed step moves, holds and takes, before it is run.
+
+    bound = max(forward terms) + max(backward terms), and at least every total of the step
+
+Terms: compute (weights' products and self-attention; the backward recomputes), upload (weights, once per pass, less
+what stays in the ring at the turn), download (gradients), the CPU optimizer (26 bytes read or written per parameter of
+the split layout).  Where the optimizer stands depends on the order of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
+ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine sustains, in bytes/s and FLOP/s.
+
+    h2d, d2h: copies of one layer between pinned host memory and the device.  adamw: bytes the optimizer's loop reads
+    and writes.  matmul, attention: bf16 FLOP/s, forward and backward together.  origin: where the numbers are from.
+    """
+
+    h2d: float = 54.8e9
+    d2h: float = 54.8e9
+    adamw: float = 107e9
+    matmul: float = 6.84e14
+    attention: float = 5.42e14
+    origin: str = "one H200 box, PCIe Gen5, 16 cores (benchmarks/results/h200/stream.json; data/hardware.json)"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer: bytes on the link, trained elements, what the optimizer touches, forward seconds."""
+
+    name: str
+    weight_bytes: int
+    grad_bytes: int
+    adamw_bytes: int
+    forward_s: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds of each resource in each phase, and the bound they give."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    step: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """No schedule on this machine is faster."""
+        phases = max(self.forward.values()) + max(self.backward.values())
+        return max(phases, *self.step.values())
+
+    @property
+    def binds(self) -> str:
+        """What to make faster."""
+        phases = max(self.forward.values()) + max(self.backward.values())
+        if max(self.step.values()) > phases + 1e-12:
+            return f"{max(self.step, key=lambda k: self.step[k])} of the whole step"
+        first, second = (max(d, key=lambda k, d=d: d[k]) for d in (self.forward, self.backward))  # type: ignore[misc]
+        return first if first == second else f"{first} in the forward, {second} in the backward"
+
+
+def bound(layers: Sequence[LayerCost], rates: Rates, slots: int, update: str) -> Bound:
+    """The least time of a step; update: "deferred", "priority" or "in_backward"."""
+    total = sum(x.weight_bytes for x in layers)
+    turn = sum(x.weight_bytes for x in layers[len(layers) - min(slots, len(layers)):])
+    up, up_back = total / rates.h2d, (total - turn) / rates.h2d
+    down = sum(x.grad_bytes for x in layers) / rates.d2h
+    adamw = sum(x.adamw_bytes for x in layers) / rates.adamw
+    compute = sum(x.forward_s for x in layers)
+    forward = {"compute": compute, "upload": up}
+    backward = {"compute": 3 * compute, "upload": up_back, "download": down}
+    if update == "deferred":
+        forward["optimizer"] = adamw
+    elif update == "in_backward":
+        backward["optimizer"] = adamw
+    return Bound(forward, backward, {"optimizer": adamw, "upload": up + up_back, "download": down})
+
+
+def prefetch_distance(layers: Sequence[LayerCost], rates: Rates) -> int:
+    """How many layers ahead an upload must start to be over in time: slots - 1 of a ring that hides it.
+
+    One where a layer's forward takes longer than its upload.  More does not help a ring that is short of bandwidth, so
+    the answer is at most the number of layers.
+    """
+    need = 1
+    for x in layers:
+        if x.forward_s > 0:
+            need = max(need, -(-int(1e9 * x.weight_bytes / rates.h2d) // max(1, int(1e9 * x.forward_s))))
+    return min(need, len(layers))
+
+
+def resident_layers(layers: Sequence[LayerCost], rates: Rates) -> int:
+    """First layers to keep on the device so that the turn to the next forward does not wait for the first update."""
+    if not layers:
+        return 0
+    x = layers[0]
+    chain = x.grad_bytes / rates.d2h + x.adamw_bytes / rates.adamw + x.weight_bytes / rates.h2d
+    return min(len(layers) - 1, -(-int(1e9 * chain) // max(1, int(1e9 * 4 * x.forward_s))))

@@ -1,0 +1,55 @@
+"""The kernels compile offline for the targets they are chosen for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphopt.codegen.dsa import readiness
+from graphopt.codegen.dsa.spec import Spec
+from graphopt.errors import CodegenError
+
+BF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compiled(engine, name, target, window=(2, 3, 3), **changes):
+    for kernel, constants, stages in readiness.kernels_of(engine, Spec(window, 64, BF)):
+        if kernel.__name__ == name:
+            return readiness.compile_kernel(kernel, {**constants, **changes}, stages, BF, target, engine == "window")
+    raise AssertionError(name)
+
+
+def test_interpolation_in_registers_moves_nothing_on_hopper() -> None:
+    asm = compiled("fused", "taps", "sm90").asm
+    loop = asm["ttgir"].split("scf.for")[-1]
+    assert "wgmma" in asm["ptx"]
+    assert "convert_layout" not in loop.split("scf.yield")[0]
+
+
+@pytest.mark.parametrize(("engine", "name", "target"), [
+    ("lattice", "score", "gfx942"), ("lattice", "soften", "sm80"), ("window", "window_forward", "gfx942")])
+def test_a_kernel_of_each_portable_engine(engine, name, target) -> None:
+    assert compiled(engine, name, target).asm
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100", "gfx942"])
+@pytest.mark.parametrize("offsets", ["shift", "none"])
+@pytest.mark.parametrize(("window", "D"), [((3, 7, 7), 128), ((3, 3, 3), 96)])
+def test_everything(window, D, offsets, target) -> None:
+    assert readiness.check.__wrapped__(window, D, BF, target, offsets) != "reference"
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch) -> None:
+    def broken(*_args, **_kw):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(readiness, "compile_kernel", broken)
+    with pytest.raises(CodegenError, match="out of registers") as caught:
+        readiness.check.__wrapped__((2, 3, 3), 64, BF, "sm90")
+    assert caught.value.remedy

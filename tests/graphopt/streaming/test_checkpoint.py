@@ -1,0 +1,187 @@
+"""State dicts with stock names, shapes and dtypes, and exact resume: case C18."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from resident import OPTIONS, differing, train
+from tiny_dit import TinyDiT, inputs
+from torch import nn
+
+import graphopt
+from graphopt.errors import StreamError
+from graphopt.streaming import loading
+
+ADAM = dict(lr=1e-2)
+
+
+class C18(nn.Module):
+    """a, tanh, c, b: b's weight is a's, c's is frozen."""
+
+    def __init__(self, seed=0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        a, c, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        b.weight = a.weight
+        c.weight.requires_grad_(False)
+        self.parts = nn.ModuleList([a, nn.Sequential(nn.Tanh(), c), b])
+
+    def forward(self, x):
+        for p in self.parts:
+            x = p(x)
+        return x
+
+
+def fresh(model, **kwargs):
+    graphopt.stream(model, "cpu", resident=[], **kwargs)
+    opt = graphopt.HostAdamW(model.parameters(), **ADAM)
+    return model, opt, torch.compile(model, backend="graphopt", options=OPTIONS)
+
+
+@pytest.mark.parametrize("build", [C18, TinyDiT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_c18_resume_is_exact(build, dtype, tmp_path) -> None:
+    x = (torch.randn(4, 6),) if build is C18 else inputs()
+    x = tuple(v.to(dtype) for v in x)
+    straight, opt, step = fresh(build(seed=1).to(dtype))
+    train(step, opt, x, steps=6)
+    want, want_state = straight.state_dict(), opt.state_dict()
+    first, opt1, step1 = fresh(build(seed=1).to(dtype))
+    train(step1, opt1, x, steps=3)
+    torch.save({"model": first.state_dict(), "opt": opt1.state_dict()}, tmp_path / "c.pt")  # right after step()
+    saved = torch.load(tmp_path / "c.pt")
+    resumed, opt2, step2 = fresh(build(seed=9).to(dtype))
+    resumed.load_state_dict(saved["model"])
+    opt2.load_state_dict(saved["opt"])
+    train(step2, opt2, x, steps=3, start=3)
+    assert differing(resumed.state_dict(), want) == {}
+    got_state = opt2.state_dict()
+    assert got_state["param_groups"] == want_state["param_groups"]
+    assert got_state["state"].keys() == want_state["state"].keys()
+    for i, s in want_state["state"].items():
+        assert s.keys() == got_state["state"][i].keys()
+        assert all(torch.equal(v, got_state["state"][i][k]) for k, v in s.items()), i
+
+
+def test_c18_stock_names_shapes_and_sharing(tmp_path) -> None:
+    stock = C18(seed=1)
+    model, opt, step = fresh(C18(seed=1))
+    state = model.state_dict()
+    assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in stock.state_dict().items()}
+    assert len(state) == 4
+    assert len({v.data_ptr() for v in state.values()}) == 3, "tied tensors still share storage"
+    assert all(not v.is_meta and v.numel() for v in state.values())
+    train(step, opt, (torch.randn(4, 6),), steps=2)
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    plain = C18(seed=5)
+    plain.load_state_dict(torch.load(tmp_path / "m.pt"))
+    assert differing(plain.state_dict(), model.state_dict()) == {}
+
+
+def test_state_goes_from_and_to_torch() -> None:
+    """Three steps of torch.optim.AdamW, three of HostAdamW: as six of either, up to the order of sums."""
+    x = inputs()
+    stock = TinyDiT()
+    adam = torch.optim.AdamW(stock.parameters(), eps=1e-3, **ADAM)
+    train(stock, adam, x, steps=3)
+    model = graphopt.stream(TinyDiT(seed=4), "cpu", resident=[])
+    opt = graphopt.HostAdamW(model.parameters(), eps=1e-3, **ADAM)
+    model.load_state_dict(stock.state_dict())
+    opt.load_state_dict(adam.state_dict())
+    step = torch.compile(model, backend="graphopt", options=OPTIONS)
+    train(step, opt, x, steps=3, start=3)
+    train(stock, adam, x, steps=3, start=3)
+    assert max(differing(model.state_dict(), stock.state_dict()).values()) < 1e-5
+    back = torch.optim.AdamW(TinyDiT().parameters(), **ADAM)
+    back.load_state_dict(opt.state_dict())
+    assert all(int(s["step"]) == 6 for s in back.state.values())
+
+
+def test_a_part_of_the_model_has_its_state_too() -> None:
+    model, _, _ = fresh(TinyDiT(seed=2))
+    part = model.blocks[1].state_dict()
+    assert differing(part, TinyDiT(seed=2).blocks[1].state_dict()) == {}
+    model.blocks[1].load_state_dict(TinyDiT(seed=3).blocks[1].state_dict())
+    assert differing(model.blocks[1].state_dict(), TinyDiT(seed=3).blocks[1].state_dict()) == {}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.blocks[1].load_state_dict({k: v[:1] for k, v in part.items()})
+    assert model.blocks[1].qkv.weight is next(p for n, p in model.named_parameters() if n == "blocks.1.qkv.weight")
+
+
+def test_a_state_of_another_model_is_refused_whole() -> None:
+    model, opt, step = fresh(TinyDiT())
+    x = inputs()
+    train(step, opt, x, steps=1)
+    before = {i: {k: v.clone() for k, v in s.items()} for i, s in opt.state_dict()["state"].items()}
+    bad = opt.state_dict()
+    bad["state"] = {**bad["state"], 7: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}}
+    with pytest.raises(StreamError, match="shape"):
+        opt.load_state_dict(bad)
+    bad = opt.state_dict()
+    bad["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(StreamError, match="amsgrad"):
+        opt.load_state_dict(bad)
+    after = opt.state_dict()["state"]
+    assert all(torch.equal(v, after[i][k]) for i, s in before.items() for k, v in s.items())
+
+
+def test_meta_model_is_loaded_straight_into_the_store() -> None:
+    with torch.device("meta"):
+        model = TinyDiT()
+    graphopt.stream(model, "cpu", resident=[])
+    step = torch.compile(model, backend="graphopt", options=OPTIONS)
+    x = inputs()
+    with pytest.raises(Exception, match="never loaded"), torch.no_grad():
+        step(*x)
+    model.load_state_dict(TinyDiT(seed=6).state_dict())
+    with torch.no_grad():
+        assert torch.equal(step(*x), TinyDiT(seed=6)(*x))
+
+
+def test_weights_from_safetensors(tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    source = TinyDiT(seed=6)
+    state = source.state_dict()
+    save_file({k: v for k, v in state.items() if k.startswith("blocks.0")}, tmp_path / "a.safetensors")
+    save_file({k: v for k, v in state.items() if not k.startswith("blocks.0")}, tmp_path / "b.safetensors")
+    x = inputs()
+    for weights in (tmp_path, [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], state):
+        torch._dynamo.reset()
+        with torch.device("meta"):
+            model = TinyDiT()
+        graphopt.stream(model, "cpu", resident=[], weights=weights)
+        assert differing(model.state_dict(), state) == {}
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="graphopt", options=OPTIONS)(*x), source(*x))
+    for bad, match in (({k: v for k, v in state.items() if "head" not in k}, "missing: head"),
+                       ({**state, "more": torch.ones(1)}, "unknown to the model: more"),
+                       ({**state, "blocks.1.table": torch.ones(3)}, "of another shape: blocks.1.table"),
+                       (tmp_path / "none.safetensors", "does not exist")):
+        with pytest.raises(StreamError, match=match):
+            loading.load(model, bad)
+        assert differing(model.state_dict(), state) == {}, "nothing was written"
+
+
+def test_safetensors_of_diffusers_names(tmp_path) -> None:
+    import json
+
+    model, opt, step = fresh(C18(seed=1))
+    train(step, opt, (torch.randn(4, 6),), steps=2)
+    index = json.loads(loading.save_safetensors(model, tmp_path).read_text())
+    assert set(index["weight_map"].values()) == {f.name for f in tmp_path.glob("*.safetensors")}
+    assert not list(tmp_path.glob("*.part"))
+    again = graphopt.stream(C18(seed=3), "cpu", resident=[], weights=tmp_path)
+    assert differing(again.state_dict(), model.state_dict()) == {}
+
+
+def test_dcp_resume_is_exact(tmp_path) -> None:
+    x = tuple(v.bfloat16() for v in inputs())
+    straight, opt, step = fresh(TinyDiT(seed=1).bfloat16())
+    train(step, opt, x, steps=2)
+    loading.save_checkpoint(straight, opt, tmp_path / "c")
+    train(step, opt, x, steps=2, start=2)
+    resumed, opt2, step2 = fresh(TinyDiT(seed=2).bfloat16())
+    loading.load_checkpoint(resumed, opt2, tmp_path / "c")
+    train(step2, opt2, x, steps=2, start=2)
+    assert differing(resumed.state_dict(), straight.state_dict()) == {}

@@ -1,0 +1,73 @@
+"""The plan's bytes against what a run holds and moves, and its times against the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from resident import OPTIONS, train
+from tiny_dit import TinyDiT, inputs
+
+import graphopt
+from graphopt.errors import ConfigError
+from graphopt.schedule.stream_plan import Rates
+from graphopt.streaming import attach
+from graphopt.streaming.memory import PAGE
+
+
+@pytest.mark.parametrize("update", ["deferred", "priority"])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_bytes_are_those_of_a_run(slots: int, update: str) -> None:
+    model = TinyDiT(layers=6, D=64).bfloat16()
+    plan = graphopt.stream_plan(model, tokens=12, slots=slots, update=update, ema=0.9, accumulate=2)
+    graphopt.stream(model, "cpu", slots=slots)
+    opt = graphopt.HostAdamW(model.parameters(), update=update, ema=0.9, accumulate=2)
+    engine = attach.engine_of(model)
+    step = torch.compile(model, backend="graphopt", options=OPTIONS)
+    x = tuple(v.bfloat16() for v in inputs())
+    train(step, opt, x, steps=2, micro=2)
+    up, down = engine.ring.uploaded_bytes, engine.gradients.downloaded_bytes
+    train(step, opt, x, steps=1, micro=2)
+    opt.flush()
+    layer = engine.store.layers[0]
+    kept = min(slots, 6) * layer.nbytes
+    # the second pass of two begins where the first ended: the ring still holds the first layers
+    assert engine.ring.uploaded_bytes - up == pytest.approx(2 * plan.uploaded - kept, rel=0.02)
+    assert engine.gradients.downloaded_bytes - down == 2 * plan.downloaded
+    assert plan.device["slots"] == engine.ring.nbytes
+    assert plan.device["slabs"] == engine.gradients.nbytes
+    buffers = 6 * 7 + 1
+    assert plan.host_bytes <= engine.store.arena.nbytes <= plan.host_bytes + buffers * PAGE
+    again = graphopt.stream_plan(model, tokens=12, slots=slots, update=update, ema=0.9, accumulate=2)
+    assert (again.host, again.device, again.uploaded) == (plan.host, plan.device, plan.uploaded)
+
+
+def test_times() -> None:
+    model = TinyDiT(layers=8, D=64)
+    rates = Rates(h2d=1e9, d2h=1e9, adamw=1e9, matmul=1e12, attention=1e12)
+    for update in ("deferred", "priority", "in_backward"):
+        plan = graphopt.stream_plan(model, tokens=4096, slots=3, update=update, rates=rates)
+        assert plan.step_s >= plan.bound.seconds * 0.999
+        assert plan.step_s <= 1.3 * plan.bound.seconds
+        assert plan.timeline.overlaps() == []
+        assert "bound" in str(plan)
+    slow = graphopt.stream_plan(model, tokens=4096, slots=3, rates=Rates(h2d=1e6, d2h=1e9, adamw=1e9, matmul=1e12, attention=1e12))
+    assert "upload" in slow.bound.binds
+    assert slow.slots_advised == 9
+
+
+def test_a_published_size_without_memory() -> None:
+    from diffusers import WanTransformer3DModel
+
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_layers=40).bfloat16()
+    plan = graphopt.stream_plan(model, tokens=32760)
+    assert plan.layers == 40
+    assert plan.classes == {"blocks": 40}
+    assert 160e9 < plan.host_bytes < 200e9, "14 bytes a parameter of 14 B"
+    assert plan.device_bytes < 7e9, "two layers, two slabs, and what stays with its state"
+
+
+def test_bad_values() -> None:
+    for bad in (dict(tokens=0), dict(tokens=1, slots=0), dict(tokens=1, update="soon")):
+        with pytest.raises(ConfigError):
+            graphopt.stream_plan(TinyDiT(), **bad)
