@@ -32,7 +32,8 @@ def main() -> None:
     rows = []
     for variant in args.variants.split(","):
         kind, _, shapes = variant.partition("-")
-        dtype, dynamic = {"fp32": torch.float32, "bf16": torch.bfloat16}[kind], {"static": False, "dynamic": True}[shapes]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[kind]
+        dynamic = {"static": False, "dynamic": True}[shapes]
         for name in args.names or zoo.ZOO:
             start = time.perf_counter()
             found = counting.of_model(name, dtype, dynamic)
