@@ -15,7 +15,7 @@ def tile(D: int) -> tuple[int, int]:
 
     Each step costs one latency of L2, so the partials of 132 programs are read in one.
     """
-    return (256, 16) if D <= 8192 else (16, 256)
+    return (256, 16) if D <= 2048 else (256, 32) if D <= 8192 else (16, 256)
 
 
 def emit_sums(

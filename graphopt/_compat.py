@@ -50,6 +50,13 @@ def inductor_parameters() -> list[str]:
     return list(inspect.signature(torch._inductor.compile).parameters)
 
 
+def uses_cudagraphs(options: dict[str, Any]) -> bool:
+    """Would Inductor record CUDA graphs under these options?"""
+    import torch._inductor.config as inductor_config
+
+    return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
 def inductor_mode_options(mode: str) -> dict[str, Any]:
     """Inductor's settings for a mode such as "max-autotune"."""
     import torch._inductor

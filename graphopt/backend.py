@@ -18,7 +18,7 @@ from torch import fx
 
 from graphopt import _compat, _compat_capture, reporting
 from graphopt.config import Config, parse
-from graphopt.errors import GraphoptError, RewriteError, RuleError
+from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
 from graphopt.passes import catalogue, freeing_order, pipeline
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
@@ -158,6 +158,12 @@ def by_layer(
     """Compile the graph of a streamed model: cut it by layer, each class of equal layers once."""
     from graphopt.streaming.compile import compile_streamed
 
+    if _compat.uses_cudagraphs(inductor_options):
+        raise StreamError(
+            "CUDA graphs (reduce-overhead, triton.cudagraphs) with a streamed model: a replay would overwrite the "
+            "inputs that layers keep for their backward",
+            remedy="use graphopt.mode='max-autotune-no-cudagraphs', or no mode",
+        )
     one = by_part(config, inductor_options, record)
     result = compile_streamed(gm, example_inputs, engine, one, frame=record.compile_id.split("/")[0])
     record.passes += result.records

@@ -30,16 +30,13 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def same_token_stride(v: Tensor, k: Tensor) -> Tensor:
-    """v with k's token stride: the fused kernels walk both with one set of offsets."""
-    if v.stride(2) == k.stride(2):
-        return v
-    return torch.empty_strided(k.shape, k.stride(), dtype=v.dtype, device=v.device).copy_(v)
+def walkable(k: Tensor, v: Tensor, grid: Triple) -> tuple[Tensor, Tensor]:
+    """k and v, copied unless their token strides agree and 32-bit offsets reach over a chunk of planes.
 
-
-def walkable(x: Tensor, grid: Triple) -> Tensor:
-    """x, copied if the 32-bit offsets of a chunk of planes do not reach: the fused kernels hold those per thread."""
-    return x if (3 * grid[1] * grid[2] + 16) * x.stride(2) < 1 << 31 else x.contiguous()
+    The fused kernels walk both with one set of offsets that each thread holds.
+    """
+    reach = (3 * grid[1] * grid[2] + 16) * k.stride(2)
+    return (k, v) if v.stride(2) == k.stride(2) and reach < 1 << 31 else (k.contiguous(), v.contiguous())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: Triple, window: Triple, scale: float,
@@ -49,8 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: Triple, wind
     q, k, v in bf16 or fp16 with a contiguous last dimension; offsets [B, g, N, 3] fp32; window already cut to the grid.
     """
     B, heads, N, D = q.shape
-    k = walkable(k, grid)
-    v = same_token_stride(v, k)
+    k, v = walkable(k, v, grid)
     s = Spec(window, D, q.dtype)
     tile = tile or spec.query_tile(window, grid)
     y = torch.empty_like(q)
@@ -90,8 +86,8 @@ class Backward:
 
         self.cdiv, self.lattice = triton.cdiv, lattice
         B, self.heads, self.N, D = q.shape
-        given, k = k, walkable(k, grid)
-        self.dy, self.q, self.k, self.v = dy, q, k, same_token_stride(v, k)
+        self.dy, self.q = dy, q
+        self.k, self.v = walkable(k, v, grid)
         self.offsets, self.y, self.lse = offsets, y, lse
         self.grid, self.window, self.scale = grid, window, scale
         self.spec = Spec(window, D, q.dtype)
@@ -100,7 +96,7 @@ class Backward:
         self.module = fused(window, self.spec.padded_dim != D, with_offsets)
         self.wide = max(grid) > PACKED_AXIS
         new = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device=q.device)  # noqa: E731
-        self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(given), torch.empty_like(v)
+        self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.doffsets = new(B, self.heads, self.N, 3, dtype=torch.float32) if with_offsets else None
         self.delta = torch.empty_like(lse)
         self.chunk = min(self.heads, spec.head_chunk(self.spec, self.N, self.heads, self.share, self.lattices))

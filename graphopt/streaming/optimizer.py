@@ -57,6 +57,7 @@ class HostAdamW(torch.optim.Optimizer):
             raise StreamError("this model has a HostAdamW already", remedy="delete it, or give it parameter groups")
         self.store = self.engine.store
         self._entries = [e for e in streamed if e.trained]
+        self._mine = frozenset(self._entries)
         layers = {e.layer for e in self._entries}
         self._layers = [x for x in self.store.layers if x in layers]
         memory.require(self._host_bytes(), "optimizer state and gradients")
@@ -128,8 +129,7 @@ class HostAdamW(torch.optim.Optimizer):
         gradients = self.engine.gradients
         landing = gradients.take(layer)
         steps = self.states[layer].steps
-        mine = {id(p) for p in self._parameters()}
-        hypers = {e: self._hyper(e.handle, steps[e] + 1, scale) for e in landing.fresh if id(e.handle) in mine}
+        hypers = {e: self._hyper(e.handle, steps[e] + 1, scale) for e in landing.fresh if e in self._mine}
         self.updates.submit(Job(layer, hypers, list(landing.events), lambda e: gradients.read(landing, e)))
 
     def landed(self, layer: HostLayer) -> None:

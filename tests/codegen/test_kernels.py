@@ -26,6 +26,7 @@ DTYPES = {
     "fp32-bf16": (torch.float32, torch.bfloat16),
 }
 # what a model has: F1, F2, F2a, F3, several outputs, RMS sandwich
+MAIN = ["norm_modulate", "gate_norm_modulate"]
 USUAL = ["norm_modulate", "gate_norm_modulate", "gate_norm", "gate_residual", "norm_modulates",
          "branch_norm_gate_norm_modulate"]
 
@@ -123,7 +124,7 @@ def test_every_form(form: Form, device: str, poisoned: None) -> None:
 @pytest.mark.parametrize("D", WIDTHS[:-1])
 @pytest.mark.parametrize("fusion", USUAL)
 def test_widths(fusion: str, D: int, device: str, poisoned: None) -> None:
-    if device == "cpu" and D > 1536 and fusion not in ("norm_modulate", "gate_norm_modulate"):
+    if device == "cpu" and D not in (3, 64, 1152) and fusion not in MAIN:
         pytest.skip("the interpreter takes seconds: nightly, and on a GPU")
     run(plain(fusion), 2, 5 if D < 1000 else 3, D, "bf16-fp32", device)
 
@@ -138,9 +139,11 @@ def test_very_wide(fusion: str, D: int, device: str, poisoned: None) -> None:
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 11)])
+@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 5)])
 @pytest.mark.parametrize("fusion", USUAL)
 def test_dtypes(fusion: str, B: int, S: int, dtypes: str, device: str, poisoned: None) -> None:
+    if device == "cpu" and dtypes != "bf16" and fusion not in MAIN:
+        pytest.skip("the interpreter takes seconds: nightly, and on a GPU")
     run(plain(fusion), B, S, 600, dtypes, device)
 
 
@@ -174,7 +177,7 @@ def test_matrix(fusion: str, D: int, dtypes: str, device: str, poisoned: None) -
 def test_two_reductions(form: Form, reduction: str, device: str, monkeypatch, poisoned: None) -> None:
     """A separate pass over columns (always used for very wide rows) gives the same gradients."""
     monkeypatch.setenv("GRAPHOPT_REDUCTION", reduction)
-    run(form, 2, 22, 200, "fp32", device)
+    run(form, 2, 13, 200, "fp32", device)
 
 
 # -- numerics="eager" --------------------------------------------------------------------------------
@@ -280,8 +283,8 @@ FACTORS = [(40,), (1, 1, 1, 40), (2, 1, 1, 40), (2, 3, 1, 40), (1, 3, 1, 40), (1
 @pytest.mark.parametrize("scale", FACTORS, ids=str)
 def test_factor_layouts(scale: tuple, gate: tuple, device: str) -> None:
     """Any factor that broadcasts, also two that vary over different dimensions."""
-    if device == "cpu" and (FACTORS.index(scale) + 3 * FACTORS.index(gate)) % 5:
-        pytest.skip("a fifth of the pairs under the interpreter")
+    if device == "cpu" and (FACTORS.index(scale) + 3 * FACTORS.index(gate)) % 10:
+        pytest.skip("a tenth of the pairs under the interpreter")
     form = plain("gate_norm_modulate")
     new = lambda *s: torch.randn(*s, device=device, requires_grad=True)
     t = operands(form, torch.float32) | {"x": new(2, 3, 17, 40), "branch": new(2, 3, 17, 40), "gate": new(*gate),
@@ -331,11 +334,11 @@ def test_absent_cotangents(device: str) -> None:
             assert (a is None or not a.any()) if b is None else error(a, b) < 1e-5
 
 
-@pytest.mark.parametrize("D", [192, 20000])
+@pytest.mark.parametrize("D", [192, pytest.param(20000, marks=pytest.mark.nightly)])
 def test_repeatable(D: int, device: str) -> None:
     """Bitwise, gradients of all leaves, two runs."""
     form = plain("gate_norm_modulate")
-    t = moved(operands(form, torch.bfloat16, torch.float32, (2, 61 if D < 1000 else 7, D)), device)
+    t = moved(operands(form, torch.bfloat16, torch.float32, (2, 29 if D < 1000 else 7, D)), device)
     outs = call(form, t, *attributes(form, torch.bfloat16), engine="triton")
     cot = [torch.randn_like(o) for o in outs]
     runs = []

@@ -43,6 +43,12 @@ def test_modes_and_options() -> None:
     assert "max_autotune" in _compat.inductor_option_names()
 
 
+def test_cudagraphs() -> None:
+    assert not _compat.uses_cudagraphs({})
+    assert _compat.uses_cudagraphs(_compat.inductor_mode_options("reduce-overhead"))
+    assert not _compat.uses_cudagraphs(_compat.inductor_mode_options("max-autotune-no-cudagraphs"))
+
+
 def test_mix_order_key_exists_where_it_is_wrong() -> None:
     version = tuple(int(v) for v in torch.__version__.split("+")[0].split(".")[:2])
     if version >= (2, 10):

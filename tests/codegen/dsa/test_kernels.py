@@ -35,6 +35,8 @@ def attend_and_check(device, grid, window, heads=1, kv=None, groups=None, B=1, D
         return torch.randn(B, h, N, D, device=device, dtype=dtype)
 
     q, k, v, dy = make(heads), make(kv), make(kv), make(heads)
+    if layout == "bnhd":
+        v = v.contiguous()  # another token stride than k's
     if offsets is None:
         offsets = torch.randn(B, groups, N, 3, device=device) * size
     dlse = torch.randn(B, heads, N, device=device)

@@ -158,6 +158,14 @@ def test_a_layer_that_cannot_be_cut_out() -> None:
         assert differing(model.state_dict(), before) == {}
 
 
+def test_cuda_graphs_are_refused(model) -> None:
+    graphopt.stream(model, "cpu", resident=[])
+    step = torch.compile(model, backend="graphopt", options={"graphopt.mode": "reduce-overhead"})
+    with pytest.raises(Exception, match="CUDA graphs") as caught:
+        step(*inputs())
+    assert isinstance(unwrap(caught.value), StreamError)
+
+
 def test_a_crash_in_a_step_leaves_the_checkpoint_before(tmp_path) -> None:
     x = inputs()
     opt, step, _ = compiled(TinyDiT())

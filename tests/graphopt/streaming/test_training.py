@@ -284,6 +284,28 @@ def test_sequence_lengths() -> None:
     assert len(graphopt.report(step).graphs) <= 3
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_autocast_is_that_of_the_forward(compiler) -> None:
+    def loss(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = m(*x)
+        return out.float().square().mean()
+
+    a, b, x = both()
+    for layer in layers(a):
+        checkpointed(layer)
+    for value in (loss(a, x), loss(a, x)):
+        with torch.autocast("cpu", torch.bfloat16):  # the reference recomputes under the setting of its backward
+            value.backward()
+    graphopt.stream(b, "cpu", resident=[], link=LateLink(1))
+    opt = graphopt.HostAdamW(b.parameters())
+    step = torch.compile(b, backend="graphopt", options={**OPTIONS, "graphopt.compiler": compiler})
+    for _ in range(2):
+        loss(step, x).backward()
+    for (name, p), q in zip(b.named_parameters(), a.parameters()):
+        torch.testing.assert_close(opt.gradient(p), q.grad, rtol=2e-2, atol=1e-4, msg=name)
+
+
 def test_bf16_is_an_fp32_master() -> None:
     from graphopt.codegen.adamw import split
 
