@@ -23,7 +23,6 @@ import torch._dynamo, pathlib
 assert "graphopt" in torch._dynamo.list_backends()
 assert pathlib.Path(graphopt.__file__).with_name("py.typed").exists()
 from graphopt.schedule import site_cost
-assert (pathlib.Path(graphopt.__file__).parent / "inspecting" / "page.html.j2").exists()
 assert site_cost.predict("norm_modulate", 1000, 1024, 2, True)[0] > 0
 from graphopt.reporting import Report
 assert Report().to_html("report.html").read_text().startswith("<!doctype html>")
@@ -41,13 +40,6 @@ def call(*args: str | Path, cwd: Path) -> None:
     subprocess.run([str(a) for a in args], cwd=cwd, check=True)
 
 
-def packages() -> set[str]:
-    """The packages of the source tree, by the names they install under."""
-    folders = {path.parent.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py")}
-    dotted = {".".join(folder.parts) for folder in folders}
-    return {name if name.split(".")[0] == "graphopt" else f"graphopt.{name}" for name in dotted}
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
@@ -58,7 +50,7 @@ def main() -> None:
         tops = {n for n in names if not n.endswith(".dist-info")}
         assert tops == {"graphopt"}, f"the wheel installs {sorted(tops)}"
         inside = {str(Path(n).parent).replace("/", ".") for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py")}
-        assert inside == packages(), f"the wheel holds {sorted(inside)}"
+        assert inside == PACKAGES, f"the wheel holds {sorted(inside)}"
         for archive in (wheel, sdist):
             env = tmp / f"env-{archive.suffix.strip('.')}"
             venv.create(env, with_pip=False)
