@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphopt.errors import CodegenError
+from graphopt.errors import CodegenError, ConfigError, GraphoptError
 
 if TYPE_CHECKING:
     from graphopt.codegen.compiler import Unit
@@ -24,7 +24,7 @@ Layout = Annotated[str, typer.Option("--layout", help="Factors: group ([B, 1, D]
 Norm = Annotated[str | None, typer.Option("--norm", help="layer_norm or rms_norm; default: what models use.")]
 
 
-def _fail(error: CodegenError) -> typer.Exit:
+def _fail(error: GraphoptError) -> typer.Exit:
     typer.echo(f"{type(error).__name__}: {error}", err=True)
     return typer.Exit(2)
 
@@ -83,6 +83,7 @@ def compile_(
     from graphopt.codegen.compiler import gpu_target
     from graphopt.codegen.examples import example, units
     from graphopt.codegen.form import FUSIONS
+    from graphopt.reporting import write
 
     try:
         targets = target.split(",")
@@ -102,7 +103,10 @@ def compile_(
     spilled = sum(r.get("spills", 0) > 0 for r in rows)
     typer.echo(f"{len(rows)} kernels, {failed} failed, {spilled} spill")
     if as_json is not None:
-        as_json.write_text(json.dumps(rows, indent=1) + "\n")
+        try:
+            write(as_json, json.dumps(rows, indent=1) + "\n")
+        except ConfigError as error:
+            raise _fail(error) from error
     raise typer.Exit(1 if failed else 0)
 
 

@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"graphopt", "graphopt.passes", "graphopt.codegen", "graphopt.schedule"}
+# what pyproject.toml lists; tests/contracts/test_layout.py compares the list with the tree
+PACKAGES = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
 PROBE = """
 import graphopt, graphopt.passes.catalogue, graphopt.schedule, graphopt.codegen.operators
 import torch._dynamo, pathlib
@@ -22,6 +24,8 @@ assert "graphopt" in torch._dynamo.list_backends()
 assert pathlib.Path(graphopt.__file__).with_name("py.typed").exists()
 from graphopt.schedule import site_cost
 assert site_cost.predict("norm_modulate", 1000, 1024, 2, True)[0] > 0
+from graphopt.reporting import Report
+assert Report().to_html("report.html").read_text().startswith("<!doctype html>")
 for name in ("passes", "codegen", "schedule"):
     try:
         __import__(name)
