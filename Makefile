@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# test processes
+JOBS   ?= 2
 
 .PHONY: demo test test-html lint types dist-check nightly clean
 
@@ -10,8 +12,8 @@ demo: $(STAMP)
 	$(BIN)/python -m graphopt demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q --durations=10 tests
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=5 tests/codegen
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=15 tests
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(JOBS) --durations=5 tests/codegen
 
 # everything that is too long for CI; writes benchmarks/results/<machine>/nightly.json
 nightly: $(STAMP)
@@ -38,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jinja2 pytest hypothesis accelerate peft torchdata ruff mypy build
+	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jinja2 pytest pytest-xdist hypothesis accelerate peft torchdata ruff mypy build
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -26,7 +26,7 @@ from _results import copy_tb_per_s, save
 from graphopt.codegen import kernels, store
 from graphopt.codegen.configure import Configuration, configure, cut
 from graphopt.codegen.emit import emit
-from graphopt.codegen.emit_sums import WARPS, emit_sums, tile
+from graphopt.codegen.emit_sums import Tile, emit_sums, tile
 
 CASES = ("F1f:8x4096x1152,F1b:8x4096x1152,F2f:8x4096x1152,F2b:8x4096x1152,F1f:1x32760x1536,F1b:1x32760x1536,"
          "F2f:1x32760x1536,F2b:1x32760x1536,F1f:2x16384x3072,F1b:2x16384x3072,F2f:2x16384x3072,F2b:2x16384x3072,"
@@ -82,7 +82,8 @@ class Case:
         self.prepare()
         self.base = configure(self.spec)
         if self.direction == "s":
-            self.base = replace(self.base, blocks=tile(self.D), warps=WARPS)
+            best = tile(self.D, self.programs(self.base) // self.B)
+            self.base = replace(self.base, blocks=(best.rows, best.columns), warps=best.warps)
 
     def prepare(self) -> None:
         """Random operands, the spec and the plan."""
@@ -130,7 +131,7 @@ class Case:
         if self.direction == "s":
             results = tuple((f"d{f}", k * D, torch.float32) for k, f in enumerate(s.sums))
             name = f"{s.name}_sums"
-            source = emit_sums(name, D, len(s.sums) * D, results, config.blocks)
+            source = emit_sums(name, D, len(s.sums) * D, results, Tile(*config.blocks, config.warps))
             outs = [torch.empty(B, D, device="cuda") for _ in results]
             programs = self.programs(configure(s))
             partial = torch.ones(programs, len(s.sums) * D, device="cuda")

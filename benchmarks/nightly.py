@@ -18,12 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 NIGHTLY = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly"]
 PARTS = {
     "graphopt": [*NIGHTLY, "tests/graphopt"],
+    "rules": [*NIGHTLY, "tests/passes", "tests/codegen", "tests/models/test_counting.py"],
     "passes": [*NIGHTLY, "tests/passes"],
     "schedule": [*NIGHTLY, "tests/schedule"],
     "codegen": [*NIGHTLY, "tests/codegen"],
     "kernels": ["env", "TRITON_INTERPRET=1", *NIGHTLY, "tests/codegen/test_kernels.py"],
     "inspect": [sys.executable, "benchmarks/inspect_zoo.py"],
     "zoo": [sys.executable, "benchmarks/zoo_matrix.py"],
+    "zoo_count": [sys.executable, "benchmarks/zoo_count.py"],
     "match": [sys.executable, "benchmarks/match.py"],
 }
 

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from graphopt.codegen.emit_base import HEADER, TL
 
-# warps of a program
-WARPS = 8
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns that one program of the second stage adds at a time, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
 
 
-def tile(D: int) -> tuple[int, int]:
-    """Rows and columns that one program adds at a time: many partials of narrow rows, few of very wide ones.
+def tile(D: int, P: Any) -> Tile:
+    """The tile for P partial rows of one group (measured on an H200).
 
-    Each step costs one latency of L2, so the partials of 132 programs are read in one.
+    Each step over the rows costs one latency of L2, so 132 partials are read in one; with fewer of them, as with
+    several groups, taller tiles would only be masked.  Very wide rows have few partials.
     """
-    return (256, 16) if D <= 2048 else (256, 32) if D <= 8192 else (16, 256)
+    if D > 8192:
+        return Tile(16, 256, 8)
+    return Tile(256, 16, 8) if isinstance(P, int) and P > 128 else Tile(128, 32, 4)
 
 
 def emit_sums(
-    name: str, D: int, width: int, results: tuple[tuple[str, int, torch.dtype], ...],
-    shape: tuple[int, int] | None = None,
+    name: str, D: int, width: int, results: tuple[tuple[str, int, torch.dtype], ...], shape: Tile
 ) -> str:
     """Source of the kernel that turns PARTIAL [G * P, width] into one [G, D] tensor per result.
 
-    `results` are (tensor, first column of PARTIAL, dtype).  One program adds a few columns of one result; `shape` are
-    the rows and columns it adds at a time.
+    `results` are (tensor, first column of PARTIAL, dtype).  One program adds a few columns of one result.
     """
-    rows, columns = shape or tile(D)
+    rows, columns = shape.rows, shape.columns
     tiles = (D + columns - 1) // columns
     lines = [
         "@triton.jit",

@@ -11,7 +11,7 @@ from graphopt.codegen import readiness
 from graphopt.codegen.compiler import Unit, unit_of
 from graphopt.codegen.configure import configure
 from graphopt.codegen.emit import emit
-from graphopt.codegen.emit_sums import WARPS, emit_sums
+from graphopt.codegen.emit_sums import emit_sums, tile
 from graphopt.codegen.form import FUSIONS, OPERANDS, decode_outputs
 from graphopt.codegen.spec import MAX_D, KernelSpec
 from graphopt.errors import CodegenError
@@ -78,7 +78,8 @@ def units(specs: list[KernelSpec]) -> list[Unit]:
         if spec.sums:
             results = tuple((f"d{f}", k * spec.D, spec.dtype(f)) for k, f in enumerate(spec.sums))
             name = f"{spec.name}_sums"
-            source = emit_sums(name, spec.D, len(spec.sums) * spec.D, results)
+            shape = tile(spec.D, 132)
+            source = emit_sums(name, spec.D, len(spec.sums) * spec.D, results, shape)
             pointers = (("PARTIAL", torch.float32), *((t.upper(), dtype) for t, _, dtype in results))
-            found.append(Unit(name, spec.D, source, pointers, (), WARPS))
+            found.append(Unit(name, spec.D, source, pointers, (), shape.warps))
     return found

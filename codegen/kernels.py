@@ -20,7 +20,7 @@ from graphopt.codegen import layout, store
 from graphopt.codegen.configure import Configuration, configure, one_pass
 from graphopt.codegen.emit import emit
 from graphopt.codegen.emit_backward import row_means
-from graphopt.codegen.emit_sums import WARPS, emit_sums, tile
+from graphopt.codegen.emit_sums import Tile, emit_sums, tile
 from graphopt.codegen.form import split_outputs
 from graphopt.codegen.layout import Plan
 from graphopt.codegen.spec import KernelSpec, numbered
@@ -51,9 +51,9 @@ def kernel_of(spec: KernelSpec) -> tuple[Any, Configuration]:
 
 
 @cache
-def sum_kernel(name: str, D: int, width: int, results: tuple[tuple[str, int, torch.dtype], ...]) -> Any:
+def sum_kernel(name: str, D: int, width: int, results: tuple[tuple[str, int, torch.dtype], ...], shape: Tile) -> Any:
     """The second stage of a backward, for the factors that share one grid."""
-    return getattr(store.load(name, emit_sums(name, D, width, results)), name)
+    return getattr(store.load(name, emit_sums(name, D, width, results, shape)), name)
 
 
 def two_pass_forced() -> bool:
@@ -319,10 +319,10 @@ def _second_stage(
         G = math.prod(h.shape[i] for i in group[:kept])
         each = math.prod(h.shape[i] for i in group[kept:]) * P
         results = tuple((f"d{f}", first, out.dtype) for (f, first), out in zip(wanted, outs))
-        kernel = sum_kernel(f"{spec.name}_sums", D, width, results)
-        columns = tile(D)[1]
-        tiles = (D + columns - 1) // columns
-        torch.library.wrap_triton(kernel)[(tiles * len(outs) * G,)](partial, *outs, each, num_warps=WARPS)
+        shape = tile(D, each)
+        kernel = sum_kernel(f"{spec.name}_sums", D, width, results, shape)
+        tiles = (D + shape.columns - 1) // shape.columns
+        torch.library.wrap_triton(kernel)[(tiles * len(outs) * G,)](partial, *outs, each, num_warps=shape.warps)
 
     for kept, wanted in launches.items():
         outs = [torch.empty(factors[f].shape, dtype=factors[f].dtype, device=h.device) for f, _ in wanted]

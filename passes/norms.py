@@ -33,7 +33,10 @@ class WrittenOut(Pattern):
         """See Pattern."""
         if not isinstance(x, Node) or ops_view.canonical(x) not in ("mul", "div"):
             return  # the functional spellings give the reason
-        for value, factor in (ops_view.operands(x), ops_view.operands(x)[::-1]):
+        a, b = ops_view.operands(x)
+        for value, factor in ((a, b), (b, a)):
+            if not _is_root(factor):
+                continue
             found = _Parts().read(value, factor, divides=ops_view.canonical(x) == "div")
             if found is None:
                 continue
@@ -48,6 +51,16 @@ class WrittenOut(Pattern):
             del attempt.core[len(attempt.core) - len(core):]
             if found.side:
                 del attempt.side[-len(found.side):]
+
+
+def _is_root(x: object) -> bool:
+    """Is x one of the ops that end 1 / sqrt(..), casts aside?"""
+    while isinstance(x, Node):
+        name = ops_view.canonical(x)
+        if name != "cast":
+            return name in ("rsqrt", "sqrt", "pow")
+        x = x.args[0]
+    return False
 
 
 class _Parts:

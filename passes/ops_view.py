@@ -149,6 +149,9 @@ def operand(node: Node, position: int, keyword: str, default: Any = None) -> Any
 
 def operands(node: Node) -> tuple[Any, Any]:
     """The two operands of a binary op, however they were passed."""
+    args = node.args
+    if len(args) > 1:
+        return args[0], args[1]
     return operand(node, 0, "input", operand(node, 0, "self")), operand(node, 1, "other")
 
 

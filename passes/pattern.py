@@ -292,9 +292,9 @@ class Casts(Pattern):
 
     def match(self, x: object, attempt: Attempt) -> Iterator[None]:
         """See Pattern."""
-        taken = attempt.side if self.is_input else attempt.core
         casts = 0
-        while isinstance(x, Node) and self.looks_through(x):
+        taken = attempt.side if self.is_input else attempt.core
+        while isinstance(x, Node) and ops_view.canonical(x) == "cast" and self.looks_through(x):
             taken.append(x)
             casts += 1
             x = x.args[0]
@@ -303,9 +303,7 @@ class Casts(Pattern):
             del taken[-casts:]
 
     def looks_through(self, x: Node) -> bool:
-        """Is x a cast that does not matter here?"""
-        if ops_view.canonical(x) != "cast":
-            return False
+        """Does a cast not matter here?"""
         source, target = ops_view.dtype_of(x.args[0]), ops_view.dtype_of(x)
         if source is None or target is None:
             return False

@@ -198,6 +198,21 @@ def describe(graph: fx.Graph) -> str:
     return "\n".join(lines)
 
 
+def to_dot(graph: fx.Graph) -> str:
+    """The schedule as a Graphviz picture: one column per stream, arrows for what waits for what."""
+    lines = ["digraph schedule {", "  rankdir=TB; node [shape=box, fontsize=10];"]
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    for stream in dict.fromkeys(STREAM.values()):
+        lines.append(f'  subgraph "cluster_{stream}" {{ label="{stream}";')
+        for n in nodes:
+            if STREAM[n.target] == stream:
+                slot = f"\\nslot {n.kwargs['slot']}" if "slot" in n.kwargs else ""
+                lines.append(f'    "{n.name}" [label="{n.target.__name__} {n.kwargs["layer"]}{slot}"];')
+        lines.append("  }")
+    lines += [f'  "{a.name}" -> "{n.name}";' for n in nodes for a in n.all_input_nodes]
+    return "\n".join([*lines, "}"])
+
+
 def phases(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
     """The nodes of the first step's forward and of its backward: prefetches belong to where they stand."""
     forward: list[Node] = []

@@ -23,9 +23,9 @@ from torch.nn.functional import conv3d, linear
 from graphopt.codegen import store
 from graphopt.codegen.operators import has_triton
 
-# tokens of a plane, channels and warps of one program.  No pipelining: it would stage every neighbour in shared memory
-FORWARD, BACKWARD, INPUT = (32, 128, 8), (16, 128, 4), (4, 64, 4)
-INPUT_PROGRAMS = 24
+# tokens of a plane, channels and warps of one program: two channels a thread, so that the weights stay in registers
+TILE = (4, 64, 4)
+PROGRAMS = 24  # programs a plane is spread over; each walks along t for several groups of tokens
 MAX_OUT = 128
 
 
@@ -77,69 +77,65 @@ def reference_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, out_
 
 
 @cache
-def _input_kernel() -> Any:
+def _kernel(name: str) -> Any:
     from graphopt.codegen.dsa import head_kernels
 
-    return store.load("offset_head_backward", head_kernels.backward_input_source()).head_backward_input
+    make = head_kernels.convolution_source if name == "head_convolve" else head_kernels.backward_input_source
+    return getattr(store.load(name, make()), name)
 
 
-def _operands(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Weights as the kernels read them: taps [27, C], bias in fp32, the linear layer [C, padded out] in x's dtype."""
-    out = out_weight.shape[0]
-    padded = max(16, 1 << (out - 1).bit_length())
-    last = torch.nn.functional.pad(out_weight.to(x.dtype), (0, 0, 0, padded - out)).T.contiguous()
-    return weight.reshape(x.shape[-1], 27).T.float().contiguous(), bias.float(), last, padded
+def _operands(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights as the kernels read them: taps [27, C] and bias in fp32."""
+    return weight.reshape(x.shape[-1], 27).T.float().contiguous(), bias.float()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32: offsets in bf16 would be off by a part of a token."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def _launch(H: int, W: int, C: int) -> tuple[int, int, int]:
+    """(programs over a plane, programs over channels, groups of tokens per program)."""
+    rows, columns, _ = TILE
+    groups = -(-H * W // rows)
+    steps = -(-groups // PROGRAMS)
+    return -(-groups // steps), -(-C // columns), steps
 
 
 def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
                    W: int) -> Tensor:
-    """One pass over x; the linear layer's partial sums over blocks of channels are added up at the end."""
-    import triton
-
-    from graphopt.codegen.dsa import head_kernels
-
+    """Convolution and GELU in one pass over x; the linear layer is a matrix product with an fp32 result."""
     B, N, C = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
-    taps, first_bias, last, padded = _operands(x, weight, bias, out_weight)
-    rows, columns, warps = FORWARD
-    out, blocks = out_weight.shape[0], triton.cdiv(C, columns)
-    partial = torch.empty((blocks, B, N, out), dtype=torch.float32, device=x.device)
-    head_kernels.head_forward[(triton.cdiv(H * W, rows), blocks, B)](
-        x, taps, first_bias, last, partial, T, H, W, C, x.stride(0), x.stride(1), out, padded, rows, columns,
-        num_warps=warps, num_stages=1)
-    return partial.sum(0) + out_bias.float()
+    z = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
+    rows, columns, steps = _launch(H, W, C)
+    _kernel("head_convolve")[(rows, columns, B)](
+        x, *_operands(x, weight, bias), z, z, z, T, H, W, C, steps, x.stride(0), x.stride(1), *TILE[:2], False,
+        num_warps=TILE[2], num_stages=1)
+    y = _product(z.view(B * N, C), out_weight.to(x.dtype).T)
+    return y.view(B, N, -1) + out_bias.float()
 
 
 def triton_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int, H: int,
                     W: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Two passes: through the GELU to du, then the transposed convolution with the weight gradient."""
-    import triton
-
-    from graphopt.codegen.dsa import head_kernels
-
+    """Two passes: recompute u for du and z, then the transposed convolution together with the weight gradient."""
     B, N, C = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
-    dy = dy.contiguous()
-    taps, first_bias, last, padded = _operands(x, weight, bias, out_weight)
-    out = out_weight.shape[0]
-    new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)  # noqa: E731
-    du = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    rows, columns, warps = BACKWARD
-    programs = triton.cdiv(H * W, rows)
-    dlinear, dbias = new(B * programs, padded, C), new(B * programs, C)
-    head_kernels.head_backward[(programs, triton.cdiv(C, columns), B)](
-        x, taps, first_bias, last, dy, du, dlinear, dbias, T, H, W, C, x.stride(0), x.stride(1), out, padded, rows,
-        columns, num_warps=warps, num_stages=1)
-    dx = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    rows, columns, warps = INPUT
-    steps = triton.cdiv(triton.cdiv(H * W, rows), INPUT_PROGRAMS)
-    programs = triton.cdiv(H * W, rows * steps)
-    dweight = new(B * programs, 27, C)
-    _input_kernel()[(programs, triton.cdiv(C, columns), B)](
-        x, du, taps, dx, dweight, T, H, W, C, steps, x.stride(0), x.stride(1), rows, columns, num_warps=warps,
+    taps, first_bias = _operands(x, weight, bias)
+    rows, columns, steps = _launch(H, W, C)
+    low = dy.to(x.dtype)
+    dz = low @ out_weight.to(x.dtype)
+    z, du, dx = (torch.empty((B, N, C), dtype=x.dtype, device=x.device) for _ in range(3))
+    _kernel("head_convolve")[(rows, columns, B)](
+        x, taps, first_bias, dz, z, du, T, H, W, C, steps, x.stride(0), x.stride(1), *TILE[:2], True,
+        num_warps=TILE[2], num_stages=1)
+    dweight = torch.empty((B * rows, 27, C), dtype=torch.float32, device=x.device)
+    _kernel("head_backward_input")[(rows, columns, B)](
+        x, du, taps, dx, dweight, T, H, W, C, steps, x.stride(0), x.stride(1), *TILE[:2], num_warps=TILE[2],
         num_stages=1)
-    return (dx, dweight.sum(0).T.reshape(C, 1, 3, 3, 3).to(weight.dtype), dbias.sum(0).to(bias.dtype),
-            dlinear.sum(0)[:out].to(out_weight.dtype), dy.sum((0, 1)))
+    dlinear = _product(low.reshape(B * N, -1).T, z.view(B * N, C))
+    return (dx, dweight.sum(0).T.reshape(C, 1, 3, 3, 3).to(weight.dtype),
+            du.sum((0, 1), dtype=torch.float32).to(bias.dtype), dlinear.to(out_weight.dtype), dy.sum((0, 1)))
 
 
 def fake_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,

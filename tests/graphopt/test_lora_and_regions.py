@@ -22,7 +22,8 @@ def open_adapters(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(p, std=0.05)
 
 
-@pytest.mark.parametrize(("name", "how"), [("wan", "add_adapter"), ("flux", "get_peft_model")])
+@pytest.mark.parametrize(("name", "how"), [
+    ("wan", "add_adapter"), pytest.param("flux", "get_peft_model", marks=pytest.mark.nightly)])
 def test_lora(name: str, how: str) -> None:
     """Frozen weights, adapters on the attention: every site is rewritten, the adapters' gradients are within the contract."""
     model = zoo.ZOO[name].build()[0]
@@ -43,7 +44,8 @@ def test_lora(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [
-    ("wan", {"blocks": (2, 2)}), ("flux", {"transformer_blocks": (4, 4), "single_transformer_blocks": (1, 1)})])
+    ("wan", {"blocks": (2, 2)}),
+    pytest.param("flux", {"transformer_blocks": (4, 4), "single_transformer_blocks": (1, 1)}, marks=pytest.mark.nightly)])
 def test_compile_repeated_blocks(name: str, expected: dict) -> None:
     """One compile per class of block; what is outside the blocks stays eager."""
     model, eager = (zoo.ZOO[name].build()[0].train() for _ in range(2))

@@ -95,6 +95,7 @@ def test_dynamic_shapes() -> None:
     assert counts(f) == (4, 4)
 
 
+@pytest.mark.nightly
 def test_branches_of_cond() -> None:
     block = Block(D)
 
@@ -274,7 +275,8 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=[pytest.mark.nightly] if n in ("vjp", "hvp") else []) for n in TRANSFORMED])
 def test_transforms_inside(name: str) -> None:
     """A fused operator has no rule under a transform: its sites keep their ops, the others are rewritten."""
     block = Block(D)

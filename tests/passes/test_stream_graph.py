@@ -82,6 +82,14 @@ def test_it_is_printed() -> None:
     assert len(text.splitlines()) == len([n for n in g.build(calls(range(3)), 2).nodes if n.op == "call_function"])
 
 
+def test_its_picture() -> None:
+    graph = g.build(calls(range(2)), 2)
+    dot = g.to_dot(graph)
+    assert all(f'label="{s}"' in dot for s in ("upload", "compute", "download", "cpu"))
+    assert dot.count(" -> ") == sum(len(n.all_input_nodes) for n in graph.nodes if n.op == "call_function")
+    assert 'label="prefetch blocks.0\\nslot 0"' in dot
+
+
 def broken(change):
     graph = g.build(calls(range(5)), 2, steps=2)
     change(graph)

@@ -120,13 +120,13 @@ def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEA
 
 @triton.jit
 def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 96
-    which = tl.program_id(0) // 96 % 3
-    group = tl.program_id(0).to(tl.int64) // 288
-    c = tile * 32 + tl.arange(0, 32)
+    tile = tl.program_id(0) % 192
+    which = tl.program_id(0) // 192 % 3
+    group = tl.program_id(0).to(tl.int64) // 576
+    c = tile * 16 + tl.arange(0, 16)
     r = tl.arange(0, 256)
     start = PARTIAL + group * P * 9216 + tl.where(which == 2, 6144, tl.where(which == 1, 3072, 0))
-    total = tl.zeros([256, 32], tl.float32)
+    total = tl.zeros([256, 16], tl.float32)
     for first in range(0, P, 256):
         inside = (first + r < P)[:, None] & (c < 3072)[None, :]
         total += tl.load(start + (first + r)[:, None] * 9216 + c[None, :], mask=inside, other=0.0)

@@ -38,8 +38,10 @@ def fresh(model, **kwargs):
     return model, opt, torch.compile(model, backend="graphopt", options=OPTIONS)
 
 
-@pytest.mark.parametrize("build", [C18, TinyDiT])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("build", "dtype"), [
+    (C18, torch.float32), (C18, torch.bfloat16), (TinyDiT, torch.bfloat16),
+    pytest.param(TinyDiT, torch.float32, marks=pytest.mark.nightly),
+])
 def test_c18_resume_is_exact(build, dtype, tmp_path) -> None:
     x = (torch.randn(4, 6),) if build is C18 else inputs()
     x = tuple(v.to(dtype) for v in x)

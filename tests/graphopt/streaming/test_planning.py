@@ -15,7 +15,7 @@ from graphopt.streaming.memory import PAGE
 
 
 @pytest.mark.parametrize("update", ["deferred", "priority"])
-@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("slots", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 4))])
 def test_bytes_are_those_of_a_run(slots: int, update: str) -> None:
     model = TinyDiT(layers=6, D=64).bfloat16()
     plan = graphopt.stream_plan(model, tokens=12, slots=slots, update=update, ema=0.9, accumulate=2)

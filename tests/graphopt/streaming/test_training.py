@@ -17,6 +17,11 @@ from graphopt.streaming.link import LateLink
 ADAM = dict(lr=1e-2, weight_decay=0.1)
 
 
+def nightly(*values):
+    """Parameters that are left to the nightly run: tracing a model takes seconds."""
+    return [pytest.param(v, marks=pytest.mark.nightly) for v in values]
+
+
 def both(**changes):
     """Two equal small models, and inputs."""
     model = TinyDiT(**changes).train()
@@ -41,7 +46,7 @@ def streamed(model, inputs, steps=5, clip=None, slots=2, update="deferred", late
     return losses, opt
 
 
-@pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
+@pytest.mark.parametrize("name", ["wan", "hunyuan_video", *nightly("flux", "ltx", "cogvideox")])
 def test_zoo_trains_as_resident(name: str) -> None:
     a, inputs = ZOO[name].build()
     b = copy.deepcopy(a.train())
@@ -80,7 +85,7 @@ def test_clipped_by_the_global_norm() -> None:
     assert differing(b.state_dict(), a.state_dict()) == {}
 
 
-@pytest.mark.parametrize("update", ["deferred", "priority", "in_backward"])
+@pytest.mark.parametrize("update", ["deferred", "priority", *nightly("in_backward")])
 def test_accumulated(update: str) -> None:
     a, b, x = both()
     clip = 0.05 if update == "deferred" else None
@@ -164,7 +169,7 @@ def test_lora_by_peft() -> None:
     assert engine.gradients.downloaded_bytes <= 5 * 4 * (small + 8 * 256), "only adapters' gradients come down"
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("clip", [0.05, *nightly(None)])
 def test_user_checkpointing_is_not_recomputed_twice(clip) -> None:
     a, b, x = both()
     b.checkpoint = True
@@ -217,7 +222,7 @@ def test_validation_between_steps() -> None:
             assert torch.equal(b(*x), a(*x)), "eager layers fetch on demand"
 
 
-@pytest.mark.parametrize("order", [[0, 1, 1, 2, 3], [3, 1, 2, 0], [0, 2, 3], [0, 1, 0, 1, 2]])
+@pytest.mark.parametrize("order", [[0, 1, 0, 1, 2], [3, 1, 2], *nightly([0, 1, 1, 2, 3], [3, 1, 2, 0], [0, 2, 3])])
 def test_layers_reused_reordered_skipped(order) -> None:
     a, b, x = both(order=order)
     want, _ = reference(a, x, checkpoint=len(set(order)) == len(order))
@@ -235,7 +240,7 @@ class Breaking(Block):
         return super().forward(x, temb, rope)
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("update", ["deferred", *nightly("in_backward")])
 def test_a_graph_break_inside_a_layer_is_slower_and_right(update) -> None:
     a, b, x = both()
     for m in (a, b):
@@ -284,7 +289,7 @@ def test_sequence_lengths() -> None:
     assert len(graphopt.report(step).graphs) <= 3
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiler", ["aot_eager", *nightly("eager")])
 def test_autocast_is_that_of_the_forward(compiler) -> None:
     def loss(m, x):
         with torch.autocast("cpu", torch.bfloat16):
