@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 NIGHTLY = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly"]
 PARTS = {
     "graphopt": [*NIGHTLY, "tests/graphopt"],
-    "rules": [*NIGHTLY, "tests/passes", "tests/codegen", "tests/models/test_counting.py"],
     "passes": [*NIGHTLY, "tests/passes"],
     "schedule": [*NIGHTLY, "tests/schedule"],
     "codegen": [*NIGHTLY, "tests/codegen"],
