@@ -5,11 +5,14 @@ Computed once per graph, in one pass over its nodes.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.fx import Node
 
@@ -19,6 +22,11 @@ _INPLACE_FUNCTIONS = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul", "setitem",
     "ilshift", "irshift", "delitem",
 }
+# what makes a dense result of its own, whatever the strides of its operands
+_OWN_LAYOUT = {F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, operator.matmul}
+_OWN_LAYOUT_METHODS = {"contiguous", "matmul", "mm", "bmm", "addmm", "baddbmm"}
+# what reads the strides of its operand
+_READS_STRIDES = {"view", "view_as", "as_strided", "stride", "is_contiguous"}
 # transforms of torch.func that Dynamo traces into the graph, by the call that opens them
 _TRANSFORMS = {
     "_grad_increment_nesting": "torch.func.grad",
@@ -65,6 +73,28 @@ class Facts:
                     seen.add(up)
                     todo.append(up)
         return False
+
+    @cached_property
+    def strides_seen(self) -> frozenset[Node]:
+        """The nodes whose order in memory something outside sees: the graph's results, and what reads strides.
+
+        An element-wise op passes the order of its operand on, a linear layer does not.
+        """
+        todo: list[Node] = []
+        for node in self.graph.nodes:
+            name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+            if node.op == "output" or name in _READS_STRIDES:
+                todo += node.all_input_nodes
+        seen: set[Node] = set()
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            own = _OWN_LAYOUT_METHODS if node.op == "call_method" else _OWN_LAYOUT
+            if node.target not in own:
+                todo += node.all_input_nodes
+        return frozenset(seen)
 
     def transform(self, node: Node) -> str | None:
         """The innermost transform of torch.func a node runs under, such as "torch.func.grad"."""

@@ -142,6 +142,9 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
         return f"{detached.name} cuts a gradient off (no_grad) that the operator would pass on", detached
     match.replacement = _replacement(match)
     results = match.replacement.results
+    # inside a graph nobody sees the order in memory, and rows are what the next site reads
+    seen = {n: order for n, order in match.replacement.layouts.items() if n in facts.strides_seen}
+    match.replacement.layouts = seen
     share_norm(match)
     inside = set(match.core)
     if match.root.users and not _has_reader(match.root, inside | taken.keys(), taken):

@@ -374,6 +374,28 @@ def test_results_keep_the_strides_of_eager_or_are_refused() -> None:
     assert "not dense in eager mode" in refused(f, torch.randn(5, 2, D), torch.randn(2, 1, D))
 
 
+def test_inside_a_graph_results_are_rows() -> None:
+    """Nobody sees the strides of a value that a linear layer reads; a view after it, or the caller, does."""
+    w = torch.randn(D, D)
+
+    def gated(x, g):
+        y = x.transpose(1, 2)
+        return y + g * torch.tanh(y)
+
+    x, g = torch.randn(2, D, 5), torch.randn(2, 1, D)
+    for f, laid_out in (
+        (lambda x, g: F.linear(gated(x, g), w), False),
+        (lambda x, g: F.linear(gated(x, g) * 2, w), False),
+        (lambda x, g: gated(x, g) * 2, True),
+        (lambda x, g: F.linear(gated(x, g).transpose(1, 2).view(2, D * 5), torch.ones(3, D * 5)), True),
+    ):
+        _gm, found, out = rewritten(f, x, g)
+        (match,) = found.matches
+        assert bool(match.replacement.layouts) == laid_out
+        assert out.stride() == f(x, g).stride()
+        torch.testing.assert_close(out, f(x, g))
+
+
 def test_an_inconsistent_match_is_an_error() -> None:
     gm = capture(lambda x, s, b: (adaln(x, s, b), x.sum()), *operands())
     (match,) = rewrite.find(gm, catalogue.RULES).matches
