@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx import Node
 
+from graphopt import _compat
 from graphopt.passes import ops_view
 
 _INPLACE_FUNCTIONS = {
@@ -142,7 +143,7 @@ def storages_of(node: object) -> frozenset[int]:
 
 
 def _has_storage(t: torch.Tensor) -> bool:
-    return t.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return t.layout == torch.strided and not _compat.is_wrapped(t)
 
 
 def written(node: Node, gm: fx.GraphModule) -> list[object] | None:
@@ -154,7 +155,7 @@ def written(node: Node, gm: fx.GraphModule) -> list[object] | None:
     elif node.op == "call_function":
         target: Any = node.target
         name = getattr(target, "__name__", "")
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, _compat.OpOverload):
             if not target._schema.is_mutable:
                 return []
             given = dict(zip((s.name for s in target._schema.arguments), node.args)) | node.kwargs
@@ -168,7 +169,7 @@ def written(node: Node, gm: fx.GraphModule) -> list[object] | None:
             return [node.kwargs["out"]]
         if node.kwargs.get("inplace") is True:
             return [node.args[0] if node.args else node.kwargs.get("input")]
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, _compat.HigherOrderOperator):
             bodies = [getattr(gm, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"]
             if any(isinstance(b, fx.GraphModule) and any(written(n, b) for n in b.graph.nodes) for b in bodies):
                 return list(node.all_input_nodes)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graphopt import _compat, backend
 from graphopt._compat_capture import GraphBreaks, break_of, capture_settings, error_line, is_disabled
@@ -84,7 +83,7 @@ def _on(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, config: Config, target: str
 ) -> Captured:
     twin = placed(model, device)
-    args, kwargs = pytree.tree_map(lambda x: _like_on(x, device), (args, kwargs))
+    args, kwargs = _compat.tree_map(lambda x: _like_on(x, device), (args, kwargs))
     own = _bytes(twin)
     executed = device == "cpu" and own <= SMALL_BYTES and twin is model
     report = Report()
@@ -153,7 +152,7 @@ def placed(model: Any, device: str) -> Any:
         return model
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for x in pytree.tree_leaves([v for v in vars(module).values()]):
+        for x in _compat.tree_leaves([v for v in vars(module).values()]):
             if isinstance(x, torch.Tensor) and id(x) not in memo:
                 memo[id(x)] = _like_on(x, device)
     return copy.deepcopy(model, memo)

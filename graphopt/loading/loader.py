@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from graphopt import _compat
 from graphopt.errors import ConfigError, PlanInfeasible
 from graphopt.loading.dataset import CORRUPT
 from graphopt.loading.microbatch import MicrobatchInfo, Replacement
@@ -179,6 +180,6 @@ class PlanLoader:
 
 def _to(batch: Any, device: str | torch.device) -> Any:
     """Tensors of nested containers on a device."""
-    return torch.utils._pytree.tree_map(
+    return _compat.tree_map(
         lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, batch
     )

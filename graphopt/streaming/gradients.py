@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.errors import StreamError
 from graphopt.streaming import handles
 from graphopt.streaming.link import Link
@@ -76,12 +77,12 @@ class Gradients:
         self._turn = (turn + 1) % len(self.slabs)
         self.link.wait(self._busy[turn])
         entries = [e for e, _ in found]
-        torch._foreach_copy_([e.gradient(slab) for e in entries], [g for _, g in found])
+        _compat.foreach_copy([e.gradient(slab) for e in entries], [g for _, g in found])
         again = landing.sum is not None or any(e in landing.fresh for e in entries)
         if again:
             landing.norms.clear()
         elif self.keep_norms:
-            landing.norms.update(zip(entries, torch._foreach_norm([g for _, g in found], 2, dtype=torch.float32)))
+            landing.norms.update(zip(entries, _compat.foreach_norm([g for _, g in found])))
         if again:
             self._busy[turn] = self._accumulate(layer, landing, entries, slab, updates)
         else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.errors import StreamError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _asked(func: Callable[..., Any]) -> str:
 
 
 def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with _compat.without_torch_function():
         return func(*args, **(kwargs or {}))
 
 
