@@ -63,22 +63,46 @@ def test_gradients_are_repeatable() -> None:
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
-@pytest.mark.parametrize(("name", "modulates", "gates"), [
-    ("wan", 3, 2), pytest.param("flux", 6, 5, marks=pytest.mark.nightly), pytest.param("sd3", 4, 2, marks=pytest.mark.nightly)])
-def test_one_block_through_inductor(name: str, modulates: int, gates: int) -> None:
-    """The whole way on this machine: reference operators inside Inductor's C++ code.
-
-    Inductor's vectorised exp, tanh and erf alone are up to 2.4 times further from fp64 than eager's (SD3, fp32, without
-    graphopt), so what is asked is that rewriting adds nothing to Inductor's error.
-    """
+def one_block(name: str) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
+    """A model cut to its last block of each family (SD3's last has no context branch), and these blocks."""
     model = zoo.ZOO[name].build()[0].train()
-    for kind in ("blocks", "transformer_blocks", "single_transformer_blocks"):
-        if hasattr(model, kind):
-            setattr(model, kind, getattr(model, kind)[-1:])  # the last: SD3's is the one without a context branch
+    kinds = [k for k in ("blocks", "transformer_blocks", "single_transformer_blocks") if hasattr(model, k)]
+    for kind in kinds:
+        setattr(model, kind, getattr(model, kind)[-1:])
+    return model, [getattr(model, kind)[0] for kind in kinds]
+
+
+@pytest.mark.parametrize(("name", "modulates", "gates"), [("wan", 2, 2), ("flux", 5, 5), ("sd3", 3, 2)])
+def test_one_block_through_inductor(name: str, modulates: int, gates: int) -> None:
+    """The whole way on this machine: reference operators inside Inductor's C++ code, within the contract."""
+    model, blocks = one_block(name)
+    options = {"graphopt.select": "all"}
+    compiled = [torch.compile(block.forward, backend="graphopt", options=options) for block in blocks]
+
+    def step(*args, **kwargs):
+        for block, forward in zip(blocks, compiled, strict=True):
+            block.forward = forward
+        try:
+            return model(*args, **kwargs)
+        finally:
+            for block in blocks:
+                del block.forward
+
+    ours = contract.measure(step, model, contract.fresh_inputs(zoo.ZOO[name]), most=16)
+    reports = [graphopt.report(forward) for forward in compiled]
+    counts = [sum(r.count(kind, "rewritten") for r in reports) for kind in ("modulate", "gate")]
+    assert counts == [modulates, gates]
+    assert ours.mean <= contract.MEAN, ours
+    assert max(ours.ratios.values()) <= contract.MOST, ours
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["wan", "flux", "sd3"])
+def test_a_model_through_inductor_is_as_exact_as_without_graphopt(name: str) -> None:
+    """Inductor's sines and cosines of a whole model's time tables differ from eager's, which the contract takes for given."""
+    model, _blocks = one_block(name)
     step = torch.compile(model, backend="graphopt", options={"graphopt.select": "all"})
     ours = contract.measure(step, model, contract.fresh_inputs(zoo.ZOO[name]), most=8)
-    report = graphopt.check(step, {"modulate": modulates, "gate": gates}, what="rewritten")
-    assert (report.count("modulate"), report.count("gate")) == (modulates, gates)
     torch._dynamo.reset()
     plain = torch.compile(model, backend="inductor")
     alone = contract.measure(plain, model, contract.fresh_inputs(zoo.ZOO[name]), least=ours.batches, most=ours.batches)
