@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -142,7 +143,12 @@ def main() -> None:
     found["dtensor"] = sharded_operands()
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+    dist.barrier()
     dist.destroy_process_group()
+    # everything is written; torch's threads sometimes abort the process when the interpreter takes them down
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
