@@ -21,6 +21,7 @@ from graphopt import _compat, backend
 from graphopt._compat_capture import GraphBreaks, break_of, capture_settings, error_line, is_disabled
 from graphopt.config import Config
 from graphopt.errors import GraphoptError
+from graphopt.inspecting.nodes import short
 from graphopt.passes import facts, ops_view, pipeline, verify
 from graphopt.reporting import GraphRecord, Report
 
@@ -130,7 +131,7 @@ def explain(error: BaseException) -> str:
     detail = re.search(r"got (\w*(?:Error|Exception)\(.*)", text)
     text = (detail[1] if detail else text)[:240]
     place = error_line(error)
-    return f"{text} ({place})" if place else text
+    return f"{text} ({short(place)})" if place else text
 
 
 def module_kinds(model: Any) -> dict[str, str]:
