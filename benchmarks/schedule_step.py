@@ -3,14 +3,15 @@
     torchrun --nproc-per-node=N benchmarks/schedule_step.py
 
 A Wan-shaped DiT (diffusers' class, 1.3B widths, a few layers), FSDP2, mixed precision, blocks compiled by graphopt, on
-data C (data A capped at 32,760 tokens; `--cap 97200 --checkpoint` for data A).  On the spot: shape benchmark (collectives
-off, behind a filled queue), fit, plans of every policy with the same global batch, some steps of each.  Nothing in the
-loop waits for the GPU; times are the device's.  Per policy: tokens/s, spread of step times and loads, the mean busy time
-over ranks (their microbatches again, collectives off) over the wall time of the slowest, mean error of the predicted step
-times, graphs compiled.  The plan of each policy is also simulated, here and for `--plan-ranks`.
+data C (data A capped at 32,760 tokens; `--cap 97200 --checkpoint` for data A).  On the spot: shape benchmark
+(collectives off, behind a filled queue), fit, plans of every policy with the same global batch, some steps of each.
+Nothing in the loop waits for the GPU; times are the device's.  Per policy: tokens/s, spread of step times and loads,
+the mean busy time over ranks (their microbatches again, collectives off) over the wall time of the slowest, mean error
+of the predicted step times, graphs compiled (torch counts each that it begins; `graphs_kept` are in use at the end).
+The plan of each policy is also simulated, here and for `--plan-ranks`.
 
-`gain` is tokens/s over equal_token's.  `zero_bubble_gain` is what the simulator, with the fit and without noise, gives a
-plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps that were measured.
+`gain` is tokens/s over equal_token's.  `zero_bubble_gain` is what the simulator, with the fit and without noise, gives
+a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
 
 Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--compile-only` fills Inductor's caches.
 """
@@ -90,6 +91,13 @@ def compile_all(job: Job, grids: list[tuple[int, int, int]]) -> float:
         job.alone(Shape(b, *grids[len(grids) * 2 // 3], CAPTION))
         job.sync()
     return time.perf_counter() - begin
+
+
+def cache_hits() -> str:
+    """How many graphs came from Inductor's and AOTAutograd's caches."""
+    c = torch._dynamo.utils.counters
+    hits = {k: v for part in ("inductor", "aot_autograd") for k, v in c[part].items() if k.endswith(("hit", "miss"))}
+    return ", ".join(f"{k} {v}" for k, v in sorted(hits.items())) or "no caches"
 
 
 def timed(job: Job, call: Callable[[int], None], times: int) -> np.ndarray:
@@ -239,7 +247,7 @@ def main() -> None:
     m_mem = o.m_mem or int(samples.shapes.tokens.max())
     job = Job(device, system=o.system, layers=o.layers, width=o.width, text_dim=o.text_dim, checkpoint=o.checkpoint)
     grids = grids_of(samples, o.shapes)
-    say(f"first calls and compilation: {compile_all(job, grids):.0f} s")
+    say(f"first calls and compilation: {compile_all(job, grids):.0f} s, {cache_hits()}")
     if o.compile_only:
         dist.destroy_process_group()
         return
@@ -271,7 +279,8 @@ def main() -> None:
         except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
             schedule.save([{**row, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
             raise
-        rows.append({**row, "graphs": graphs()})
+        kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
+        rows.append({**row, "graphs": graphs(), "graphs_kept": kept})
         if first:
             schedule.save(rows, o.machine, folder=o.out)
         lists = ("step_s", "predicted_s", "busy_s")

@@ -183,6 +183,7 @@ def _manifest(
             "m_comp": more["m_comp"],
             "memory_bytes": more["memory_bytes"],
             "tau": more["tau"],
+            "uneven": more["uneven"],
             "step_cost_s": p.step_cost,
             "buckets": None if more["buckets"] is None else more["buckets"].tolist(),
             "allowed_b": None if p.allowed is None else list(p.allowed),

@@ -33,6 +33,7 @@ class Problem:
         slots: every microbatch is a barrier (ZeRO-3, pipelines), so K is equal on all ranks.
         tail: "carry", "drop" or "pad".
         advice: what else may help where samples do not fit.
+        uneven: steps may differ in cost where equal ones cannot be level.
     """
 
     samples: Samples
@@ -52,6 +53,7 @@ class Problem:
     seed: int
     epoch: int
     advice: str = ""
+    uneven: bool = True
 
     @property
     def tokens(self) -> np.ndarray:
