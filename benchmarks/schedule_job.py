@@ -4,6 +4,7 @@ clock."""
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 
 import numpy as np
@@ -112,7 +113,7 @@ class Job:
         self.sync()
         if self.device.type != "cuda":
             return np.diff(marks)
-        return np.array([a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:])])
+        return np.array([a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)])
 
     def step_of(self, shapes: list[Shape], number: int) -> None:
         """An optimizer step of the given microbatches on every rank."""

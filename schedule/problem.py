@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Problem:
         tail: "carry", "drop" or "pad".
         advice: what else may help where samples do not fit.
         uneven: steps may differ in cost where equal ones cannot be level.
+        unlike: first step of each window where they do; planning fills it.
     """
 
     samples: Samples
@@ -54,6 +55,7 @@ class Problem:
     epoch: int
     advice: str = ""
     uneven: bool = True
+    unlike: set[int] = field(default_factory=set)
 
     @property
     def tokens(self) -> np.ndarray:

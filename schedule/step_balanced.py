@@ -188,6 +188,7 @@ def _balance(
         kept, taken = ~better[made[0] // chunk], better[far[0] // chunk]
         step, rank, shape_, size = (np.concatenate([x[kept], y[taken]]) for x, y in zip(made, far))
         made = step, rank, shape_, size
+        p.unlike.update([first] if better.any() else [])
         # Units have changed steps: rows follow, shape by shape.
         by_shape, wanted = np.argsort(shape, kind="stable"), _by_shape(made)
         rows, again = rows[by_shape][wanted], None if again is None else again[by_shape][wanted]

@@ -14,7 +14,7 @@ from graphopt.schedule import dealing
 from graphopt.schedule.balance import lpt, refine
 from graphopt.schedule.problem import Problem, split_sizes
 
-BINS = 128  # filled at once, in at least 16 and at most 64 steps: more find closer neighbours, fewer mix better
+BINS = 512  # filled at once, in at least 16 and at most 64 steps: more find closer neighbours, fewer mix better
 Units = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # step, rank, shape, size (in atoms)
 
 
@@ -55,13 +55,12 @@ def regroup(
         if not w or not chunks:
             continue
         mine = (step >= start) & (step < start + chunks * w)
+        many = w * p.groups
         chunk, bins, shapes, sizes = _fill(
-            p, (step[mine] - start) // w, shape[mine], size[mine], chunks, w, most, tolerance, rounds
+            p, (step[mine] - start) // w, shape[mine], size[mine], chunks, many, most, tolerance, rounds
         )
-        load = np.bincount(
-            chunk.astype(np.int64) * w * p.groups + bins, p.cost(shapes, sizes * p.atom), chunks * w * p.groups
-        )
-        row, rank = _like_with_like(load.reshape(chunks, w, p.groups), p.speeds)
+        load = np.bincount(chunk.astype(np.int64) * many + bins, p.cost(shapes, sizes * p.atom), chunks * many)
+        row, rank = _like_with_like(load.reshape(chunks, many), p)
         # From costly to cheap so far: a random order, for the optimizer's sake.
         mixed = np.argsort(key[start : start + chunks * w].reshape(chunks, w), axis=1, kind="stable")
         order = np.argsort(mixed, axis=1)
@@ -71,33 +70,26 @@ def regroup(
 
 
 def _fill(
-    p: Problem, chunk: np.ndarray, shape: np.ndarray, size: np.ndarray, chunks: int, w: int, most: np.ndarray,
+    p: Problem, chunk: np.ndarray, shape: np.ndarray, size: np.ndarray, chunks: int, bins: int, most: np.ndarray,
     tolerance: float, rounds: tuple[int, ...],
 ) -> Units:  # fmt: skip
-    """Units to the w * groups bins of their chunk; bin b belongs to rank b % groups."""
-    bins = w * p.groups
-    speeds = None if p.speeds is None else np.tile(p.speeds, w)
-    bin_ = lpt(chunk, p.cost(shape, size * p.atom), chunks, bins, speeds)
+    """Units to the bins of their chunk, all alike."""
+    bin_ = lpt(chunk, p.cost(shape, size * p.atom), chunks, bins, None)
     for n in rounds:
         cost = p.cost(shape, size * p.atom)
-        bin_ = refine(chunk, bin_, cost, chunks, bins, speeds, tolerance=tolerance, rounds=n)
+        bin_ = refine(chunk, bin_, cost, chunks, bins, None, tolerance=tolerance, rounds=n)
         chunk, bin_, shape, size = merge(chunk, bin_, shape, size, most, p, bins)
     return chunk, bin_, shape, size
 
 
-def _like_with_like(load: np.ndarray, speeds: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """(step within the chunk, rank) of each bin, both int64 [chunks, w * groups], from load [chunks, w, groups]."""
-    chunks, w, groups = load.shape
-    place = np.empty((chunks, w * groups), np.int64)
-    if speeds is None:
-        order = np.argsort(-load.reshape(chunks, -1), axis=1, kind="stable")
-        np.put_along_axis(place, order, np.arange(w * groups)[None].repeat(chunks, 0), 1)
-        return place // groups, place % groups
-    # A bin was filled for its rank's speed: only bins of one rank change places.
+def _like_with_like(load: np.ndarray, p: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """(step within the chunk, rank) of each bin, both int64 [chunks, bins], from load [chunks, bins]: neighbours in
+    cost form a step, and the costlier ones go to its faster ranks."""
     order = np.argsort(-load, axis=1, kind="stable")
-    row = np.empty_like(order)
-    np.put_along_axis(row, order, np.arange(w)[None, :, None].repeat(chunks, 0).repeat(groups, 2), 1)
-    return row.reshape(chunks, -1), np.broadcast_to(np.arange(groups), load.shape).reshape(chunks, -1)
+    place = np.empty_like(order)
+    np.put_along_axis(place, order, np.broadcast_to(np.arange(load.shape[1]), order.shape), 1)
+    ranks = np.arange(p.groups) if p.speeds is None else np.argsort(-p.speeds, kind="stable")
+    return place // p.groups, ranks[place % p.groups]
 
 
 def merge(
