@@ -19,11 +19,13 @@ Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--c
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,13 +63,11 @@ class Rows(torch.utils.data.Dataset):
 
 
 def samples_of(o: argparse.Namespace) -> Samples:
-    """Data C (or A), its grids divided by `--shrink` for tests on a CPU."""
+    """Data C (or A) with captions, its grids divided by `--shrink` for tests on a CPU."""
     s = data.data_a(ROWS, o.seed, o.cap)
-    if o.shrink == 1:
-        return s
     table = s.shapes
     h, w = (np.maximum(1, x // o.shrink) for x in (table.h, table.w))
-    small = np.stack([table.t, h, w, table.caption], 1)
+    small = np.stack([table.t, h, w, np.full_like(h, CAPTION)], 1)
     rows, index = np.unique(small, axis=0, return_inverse=True)
     return Samples.of_shapes(index.reshape(-1)[s.shape_id], type(table).of(rows), s.where)
 
@@ -212,6 +212,33 @@ def run(job: Job, plan: Plan, fit: CostFit, o: argparse.Namespace) -> dict:
     }  # fmt: skip
 
 
+def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) -> list[dict]:
+    """Rows of every policy for `--plan-ranks`, with 3 % noise."""
+    rows, samples = [], samples_of(o)
+    for n in (int(x) for x in o.plan_ranks.split(",") if x):
+        plans = plans_of(samples, fit, o, common["m_mem"], n)
+        bound = rates(plans["step_balanced"], fit)[1] / rates(plans["equal_token"], fit)[0] - 1
+        for policy, plan in plans.items():
+            r = simulate(plan, fit, noise=0.03)
+            rows.append({**schedule.row(r, common["data"], o.tau, "simulated with the fit"), **common,
+                         "zero_bubble_gain": bound})  # fmt: skip
+            say(n, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
+    return rows
+
+
+def simulate_only(o: argparse.Namespace) -> None:
+    """Plans for `--plan-ranks` from a result file's fit, without a GPU."""
+    done = json.loads(o.plans_from.read_text())["rows"]
+    data_name = "C" if o.cap == data.CAP_C else f"A, cap {o.cap}"
+    for fitted in [r for r in done if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == data_name]:
+        fit = CostFit.two_term(**{k: fitted["coefficients"][k] for k in "abc"}, p=fitted["p"],
+                               step_overhead_s=fitted["step_overhead_s"], source="measured")  # fmt: skip
+        fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"]})
+        common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem")}
+        rows = simulated(fit, o, common, partial(print, fitted["system"], flush=True))
+        print(schedule.save(rows, o.machine, folder=o.plans_from.parent))
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--machine", help="name of the results' folder, e.g. h200x2; made from the device by default")
@@ -223,20 +250,24 @@ def main() -> None:
     p.add_argument("--m-mem", type=int, help="tokens of a microbatch; the longest sample's by default")
     p.add_argument("--m-comp", type=float, default=1.05, help="adaptive_load's limit over the longest sample's S^p")
     p.add_argument("--tau", type=float, default=1.3)
-    p.add_argument("--steps", type=int, default=24, help="per policy")
+    p.add_argument("--steps", type=int, default=20, help="per policy")
     p.add_argument("--shapes", type=int, default=9)
     p.add_argument("--budget", type=float, default=60, help="seconds of the shape benchmark, compilation apart")
     p.add_argument("--speed-calls", type=int, default=12, help="of the longest sample, to compare the ranks' speeds")
     p.add_argument("--speeds", action="store_true", help="plan with the ranks' measured speeds")
     p.add_argument("--system", default="graphopt", choices=list(SYSTEMS))
     p.add_argument("--checkpoint", action="store_true", help="recompute each block")
-    p.add_argument("--policies", default="step_balanced,adaptive_load,equal_token")
+    p.add_argument("--policies", default="step_balanced,equal_token,adaptive_load")
     p.add_argument("--plan-ranks", default="8,16", help="also simulate plans for these")
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--compile-only", action="store_true", help="compile what a run needs, and stop")
+    p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
     o = p.parse_args()
+    if o.plans_from:
+        o.machine = o.machine or o.plans_from.parent.name
+        return simulate_only(o)
     logging.basicConfig(level=logging.WARNING)
     device = start()
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
@@ -297,11 +328,7 @@ def main() -> None:
             r["gain"] = r["tokens_per_s"] / by["equal_token"]["tokens_per_s"] - 1
             say(r["policy"], {k: round(v, 4) for k, v in r.items() if "gain" in k})
     if first:
-        for n in (int(x) for x in o.plan_ranks.split(",") if x):
-            for policy, plan in plans_of(samples, fit, o, m_mem, n).items():
-                r = simulate(plan, fit, noise=0.03)
-                rows.append({**schedule.row(r, common["data"], o.tau, "simulated with the fit"), **common})
-                say(n, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
+        rows += simulated(fit, o, common, say)
         say(schedule.save(rows, o.machine, folder=o.out))
     dist.barrier()
     dist.destroy_process_group()

@@ -276,7 +276,7 @@ def _measure(
         _synchronize(place)
         if together:
             dist.barrier()
-        start = calls.queue.start(2 * host + 1e-3) if calls.queue and i >= calls.warmup else None
+        start = calls.queue.start(1.3 * host + 1e-3) if calls.queue and i >= calls.warmup else None
         begin = time.perf_counter()
         failed = False
         try:

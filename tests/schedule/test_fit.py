@@ -224,7 +224,7 @@ def test_queued_times_are_the_devices_and_the_queue_outlasts_the_host():
     assert row["times"] == [0.01] * 3  # the host's 20 ms do not count
     assert 0.02 <= row["host_s"] < 0.5
     assert len(queue.filled) == 3  # not in front of warm-up calls
-    assert all(s >= 2 * row["host_s"] for s in queue.filled)
+    assert all(s >= 1.3 * row["host_s"] for s in queue.filled)
 
 
 def test_queued_is_for_gpus():
