@@ -305,6 +305,11 @@ def main() -> None:
         k = plan.manifest["layout"]["microbatches"]
         row = {**common, "ranks": ranks, "policy": policy, "tau": o.tau, "mode": "measured", "simulated": False,
                "microbatches": None if policy == "step_balanced" else k}  # fmt: skip
+        twin = next((r for r in rows if r["policy"] and plan.table() == plans[r["policy"]].table()), None)
+        if twin:  # where one longest sample fills memory, adaptive_load's limits are equal_token's
+            rows.append({**twin, **row, "same_plan_as": twin["policy"]})
+            say(policy, "is the plan of", twin["policy"])
+            continue
         try:
             row |= run(job, plan, fit, o)
         except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
