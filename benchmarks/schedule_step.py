@@ -234,7 +234,8 @@ def simulate_only(o: argparse.Namespace) -> None:
         fit = CostFit.two_term(**{k: fitted["coefficients"][k] for k in "abc"}, p=fitted["p"],
                                step_overhead_s=fitted["step_overhead_s"], source="measured")  # fmt: skip
         fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"]})
-        common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem")}
+        common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem", "shrink")}
+        o.shrink, o.tau = fitted["shrink"], fitted["tau"]
         rows = simulated(fit, o, common, partial(print, fitted["system"], flush=True))
         print(schedule.save(rows, o.machine, folder=o.plans_from.parent))
 
@@ -293,7 +294,7 @@ def main() -> None:
     for e in fit.errors:
         say("  ", {k: round(v, 5) for k, v in e.items()})
     common = {"check": "step", "data": "C" if o.cap == data.CAP_C else f"A, cap {o.cap}", "system": o.system,
-              "layers": o.layers, "checkpoint": o.checkpoint, "m_mem": m_mem}  # fmt: skip
+              "layers": o.layers, "checkpoint": o.checkpoint, "m_mem": m_mem, "shrink": o.shrink}  # fmt: skip
     rows = [{**common, "ranks": ranks, "policy": None, "tau": o.tau, "mode": "fit", "simulated": False,
              "mape": fit.mape, "max_error": fit.max_error, "r2": fit.r2, "p": fit.p, "floor_s": fit.floor_s,
              "coefficients": fit.coefficients, "step_overhead_s": fit.step_overhead_s, "host_s": host,
