@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from graphopt.streaming.attach import stream
     from graphopt.streaming.optimizer import HostAdamW
     from graphopt.streaming.planning import stream_plan
+    from graphopt.streaming.timeline import stream_timeline
 
 __version__ = "0.1.0"
 
@@ -69,6 +70,7 @@ _HOME = {
     "HostAdamW": "graphopt.streaming.optimizer",
     "stream": "graphopt.streaming.attach",
     "stream_plan": "graphopt.streaming.planning",
+    "stream_timeline": "graphopt.streaming.timeline",
 }
 __all__ = [
     "CheckFailed",
@@ -98,6 +100,7 @@ __all__ = [
     "simulate",
     "stream",
     "stream_plan",
+    "stream_timeline",
     "trace_cost",
     "unregister_rule",
 ]

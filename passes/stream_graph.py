@@ -50,6 +50,7 @@ def optimizer(*after: Any, layer: str, step: int) -> None:
 
 STREAM = {prefetch: "upload", wait: "compute", compute: "compute", stash: "compute", release: "compute",
           grad_offload: "download", optimizer: "cpu"}
+KIND = {prefetch: "upload", grad_offload: "download", optimizer: "optimizer"}  # of a picture's spans
 
 
 @dataclass(frozen=True)
@@ -237,5 +238,6 @@ def tasks(graph: fx.Graph, seconds: Callable[[Node], float], nbytes: Callable[[N
         if node.op == "call_function":
             reads, writes = accesses(node)
             made.append(Task(node.name, STREAM[node.target], seconds(node), tuple(a.name for a in node.all_input_nodes),
-                             tuple(reads), tuple(writes), nbytes(node)))
+                             tuple(reads), tuple(writes), nbytes(node), str(node.kwargs["layer"]),
+                             str(node.kwargs.get("phase") or KIND.get(node.target, ""))))
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class Engine:
         """Keep what ran, for tests and pictures."""
         if self.trace is not None:
             self.trace.append((what, layer.fqn, slot, phase))
+
+    def span(self, layer: HostLayer, kind: str) -> AbstractContextManager[Any]:
+        """What is queued inside belongs to one layer: noted where a timeline is made."""
+        recorder = self.link.recorder
+        return nullcontext() if recorder is None else recorder.computing(layer.fqn, kind)
 
     def begin(self, program: Any) -> None:
         """A forward starts."""

@@ -103,6 +103,8 @@ class Gradients:
             spans = [(e.grad_byte, e.grad_byte + e.numel * e.dtype.itemsize) for e in entries]
         for a, b in spans:
             event = self.link.download(host[a:b], slab[a:b], after)
+            if self.link.recorder is not None:
+                self.link.recorder.copied("download", layer.fqn, event)
             self.downloads += 1
             self.downloaded_bytes += b - a
         return event

@@ -155,7 +155,7 @@ def _forward(
     slot = engine.ring.acquire(call.layer)
     try:
         weights = engine.ring.views(slot, call.layer)
-        with torch.no_grad():
+        with torch.no_grad(), engine.span(call.layer, "forward"):
             out = call.forward(*call.bind(weights, values))
     finally:
         engine.ring.release(slot)
@@ -199,31 +199,39 @@ def _backward(
     state: Any, autocast: Any,
 ) -> list[torch.Tensor | None]:
     engine.check_backward(call.layer, ticket)
-    assert call.train is not None
     walk.until(engine, call.index)
     slot = engine.ring.acquire(call.layer)
     try:
         weights = [v.detach().requires_grad_(e.trained and e.handle.requires_grad)
                    for v, e in zip(engine.ring.views(slot, call.layer), call.layer.entries)]
         inputs = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values]
-        arguments = call.bind(weights, inputs)
-        with torch.enable_grad(), _restored(state, engine.link.device), autocast():
-            out = call.train(*arguments)
-        pairs = [(o, g) for o, g in zip(out, grads)
-                 if g is not None and isinstance(o, torch.Tensor) and o.requires_grad]
-        wanted = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
-        found: dict[int, torch.Tensor | None] = {}
-        if pairs and wanted:
-            result = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-            found = {id(a): g for a, g in zip(wanted, result)}
-        del out, pairs
-        landed = [(e, found.get(id(w))) for e, w in zip(call.layer.entries, weights) if w.requires_grad]
-        engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
+        with engine.span(call.layer, "backward"):
+            found = _gradients(engine, call, weights, inputs, grads, state, autocast)
+            landed = [(e, found.get(id(w))) for e, w in zip(call.layer.entries, weights) if w.requires_grad]
+            engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
     finally:
         engine.ring.release(slot)
     engine.log("compute", call.layer, slot.index, "backward")
     walk.after(engine)
     return [found.get(id(v)) if isinstance(v, torch.Tensor) else None for v in inputs]
+
+
+def _gradients(
+    engine: Engine, call: LayerCall, weights: list[torch.Tensor], inputs: list[Any],
+    grads: Sequence[torch.Tensor | None], state: Any, autocast: Any,
+) -> dict[int, torch.Tensor | None]:
+    """Recompute a layer and differentiate it: gradients by the id of the weight or input."""
+    assert call.train is not None
+    arguments = call.bind(weights, inputs)
+    with torch.enable_grad(), _restored(state, engine.link.device), autocast():
+        out = call.train(*arguments)
+    pairs = [(o, g) for o, g in zip(out, grads)
+             if g is not None and isinstance(o, torch.Tensor) and o.requires_grad]
+    wanted = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    if not pairs or not wanted:
+        return {}
+    result = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    return {id(a): g for a, g in zip(wanted, result)}
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -134,7 +134,10 @@ class Updates:
             state = self.states[job.layer]
             start = time.perf_counter()
             self.kernel([state.piece(entry, job.gradient(entry), hyper) for entry, hyper in job.hypers.items()])
-            self.worked += time.perf_counter() - start
+            end = time.perf_counter()
+            self.worked += end - start
+            if self.link.recorder is not None:
+                self.link.recorder.host("cpu", job.layer.fqn, "optimizer", start, end)
             for entry, hyper in job.hypers.items():
                 state.steps[entry] = hyper.step
             job.done()
