@@ -16,14 +16,14 @@ from pathlib import Path
 from graphopt.schedule.stream_sim import Timeline
 
 TRACKS = ("compute", "upload", "download", "cpu", "launch", "fetch")
-COLOURS = {"forward": "#4878a8", "backward": "#b0563b", "upload": "#5a9c6e", "download": "#a8863f", "optimizer": "#7a5c99",
-           "launch": "#9aa2ab", "wait": "#d8c7c0"}
+COLOURS = {"forward": "#4878a8", "backward": "#b0563b", "upload": "#5a9c6e", "download": "#a8863f",
+           "optimizer": "#7a5c99", "launch": "#9aa2ab", "wait": "#d8c7c0"}
 WIDTH, ROW, LEFT = 1180, 30, 84
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work: track, what it works on, its kind (a key of COLOURS, or any word), start and end in seconds."""
+    """One piece of work: its track, what it works on, its kind (a key of COLOURS, or any word), seconds."""
 
     track: str
     name: str

@@ -70,6 +70,9 @@ class CpuLink:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    def overlap(self, on: bool) -> None:
+        """Nothing overlaps here."""
+
     def stamp(self) -> Any:
         """See Link."""
         return time.perf_counter()
@@ -190,7 +193,13 @@ class CudaLink:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.slow = slow
-        self._up, self._down = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._up, self._down = self._streams
+
+    def overlap(self, on: bool) -> None:
+        """Off: copies are queued on the default stream, one after the other with the kernels (to measure the gain)."""
+        one = torch.cuda.default_stream(self.device)
+        self._up, self._down = self._streams if on else (one, one)
 
     def upload(self, device: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
         """See Link."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from graphopt.codegen import adamw_cpp
-from graphopt.codegen.adamw import Hyper, update_all
+from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import ConfigError, StreamError
 from graphopt.streaming import handles, memory
 from graphopt.streaming.engine import Engine
+from graphopt.streaming.link import Link
 from graphopt.streaming.resident import ResidentState
 from graphopt.streaming.store import Entry, HostLayer
 from graphopt.streaming.updates import Job, State, Updates
@@ -63,7 +64,8 @@ class HostAdamW(torch.optim.Optimizer):
         memory.require(self._host_bytes(), "optimizer state and gradients")
         self.states = {x: State(x, self.store, ema is not None) for x in self._layers}
         self.resident = ResidentState(ema)
-        self.updates = Updates(self.store, self.engine.link, self.states, _kernel(kernel))
+        self.updates = Updates(self.store, self.engine.link, self.states,
+                               kernel_of(kernel, self.engine.link))
         self._scale: torch.Tensor | None = None
         self._planned: dict[HostLayer, dict[Entry, Hyper]] = {}
         self._snapshot: list[tuple[Any, ...]] | None = None
@@ -254,7 +256,8 @@ class HostAdamW(torch.optim.Optimizer):
         state.load_optimizer_state(self, state_dict)
 
 
-def _kernel(name: str) -> Callable[..., None]:
+def kernel_of(name: str, link: Link) -> Callable[[Sequence[Piece]], None]:
+    """The optimizer's kernel: "torch", "cpp", or "auto" (compiled where a compiler is found)."""
     # two cores stay for the thread that launches kernels and the one that copies
     threads = max(1, len(os.sched_getaffinity(0)) - 2)
     return update_all if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
