@@ -72,10 +72,10 @@ def compile_streamed(
     """
     twin = pipeline.copy(gm)
     nodes = twin.graph.find_nodes(op="placeholder")
-    entries = {n: e for n, e in zip(nodes, map(handles.entry_of, inputs)) if e is not None}
+    entries = {n: e for n, e in zip(nodes, map(handles.member_of, inputs)) if e is not None}
     partition.inline_checkpoints(twin, lambda n: n in entries)
     read = {e.layer.fqn for e in entries.values()}
-    parts = partition.partition(twin, engine.store.by_fqn, next(iter(read)) if len(read) == 1 else None)
+    parts = partition.partition(twin, engine.layers, next(iter(read)) if len(read) == 1 else None)
     _own(parts, entries)
     number = segments.numbers(twin, parts)
     real = dict(zip(nodes, inputs))
@@ -172,7 +172,7 @@ class _Builder:
 
     def layer(self, segment: Segment, sub: fx.GraphModule, values: list[Node]) -> LayerCall:
         """One call of a layer."""
-        layer: HostLayer = self.engine.store.by_fqn[segment.layer]  # type: ignore[index]
+        layer: HostLayer = self.engine.layers[segment.layer]  # type: ignore[index]
         place = {e: i for i, e in enumerate(layer.entries)}
         arguments = tuple(
             ("weight", place[self.entries[n]]) if n in self.entries else ("value", values.index(n))

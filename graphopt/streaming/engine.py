@@ -8,8 +8,8 @@ before one backward, a skipped layer) is slower and not wrong.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,11 +45,12 @@ class Ticket:
 class Engine:
     """The runtime of one streamed model on one device."""
 
-    def __init__(self, store: HostStore, link: Link, slots: int) -> None:
-        self.store, self.link = store, link
+    def __init__(self, store: HostStore, link: Link, slots: int, resident: Sequence[HostLayer] = ()) -> None:
+        self.store, self.link, self.resident = store, link, list(resident)
+        self.layers = {x.fqn: x for x in (*self.resident, *store.layers)}
         self.ring = Ring(store, link, slots)
         self.gradients = Gradients(store, link)
-        self.outstanding = dict.fromkeys(store.layers, 0)
+        self.outstanding = dict.fromkeys(self.layers.values(), 0)
         self.optimizer: Any = None  # weak reference to HostAdamW
         self.spark = torch.zeros((), device=link.device, requires_grad=True)  # makes a layer's node part of a backward
         self.trace: list[tuple[str, str, int, str]] | None = None
@@ -93,6 +94,18 @@ class Engine:
         self.outstanding[layer] += 1
         return Ticket(self, layer)
 
+    @contextmanager
+    def weights(self, layer: HostLayer) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """A layer's weights on the device, and the slot they are in (-1: resident), for what is queued inside."""
+        if layer.resident:
+            yield -1, [e.handle.detach() for e in layer.entries]
+            return
+        slot = self.ring.acquire(layer)
+        try:
+            yield slot.index, self.ring.views(slot, layer)
+        finally:
+            self.ring.release(slot)
+
     def check_backward(self, layer: HostLayer, ticket: Ticket) -> None:
         """Raise StreamError where a backward cannot be right, before it runs."""
         self.store.check()
@@ -102,10 +115,17 @@ class Engine:
         if not ticket.open:
             raise StreamError("a second backward through the same forward (retain_graph=True)", where=layer.fqn,
                               remedy="add the losses and call backward once")
-        self.gradients.check_open(layer)
+        if not layer.resident:
+            self.gradients.check_open(layer)
 
     def land(self, layer: HostLayer, found: Sequence[tuple[Entry, torch.Tensor]], ticket: Ticket) -> None:
         """Gradients of one backward of a layer are there."""
+        if layer.resident:
+            for entry, gradient in found:
+                p = entry.handle
+                p.grad = gradient if p.grad is None else p.grad + gradient
+            ticket.close()
+            return
         optimizer = self.optimizer() if self.optimizer else None
         self.gradients.land(layer, found, optimizer.updates if optimizer is not None else None)
         ticket.close()
@@ -133,7 +153,9 @@ class Walk:
 
     def after(self, engine: Engine) -> None:
         """Queue the prefetches that stand between the last call and the next."""
-        while self.at < len(self.nodes) and self.nodes[self.at].target is not stream_graph.wait:
+        while self.at < len(self.nodes) and self.nodes[self.at].target not in (
+            stream_graph.wait, stream_graph.compute
+        ):
             _queue(engine, self.nodes[self.at])
             self.at += 1
 

@@ -121,6 +121,9 @@ class HostAdamW(torch.optim.Optimizer):
                 if handles.entry_of(p) is None and p.grad is not None:
                     in_place = p.grad.dtype == torch.float32  # clipped where it is
                     self.resident.update(p, self._hyper(p, self.resident.steps(p) + 1, None if in_place else scale))
+                    entry = handles.member_of(p)
+                    if entry is not None:
+                        entry.layer.target += 1
         self._scale, self._snapshot = None, None
         self._updated.clear()
         self._rounds = dict.fromkeys(self._layers, 0)

@@ -29,6 +29,7 @@ class StreamPlan:
     """
 
     layers: int
+    resident: int
     classes: dict[str, int]
     host: dict[str, int]
     device: dict[str, int]
@@ -59,8 +60,8 @@ class StreamPlan:
         gb = lambda parts: ", ".join(f"{k} {v / 1e9:.2f}" for k, v in parts.items())  # noqa: E731
         ms = lambda parts: ", ".join(f"{k} {1e3 * v:.0f}" for k, v in parts.items())  # noqa: E731
         return "\n".join((
-            f"{self.layers} layers in {len(self.classes)} families, {self.slots} slots, update={self.update!r}, "
-            f"{self.tokens} tokens",
+            f"{self.layers} layers in {len(self.classes)} families streamed, {self.resident} resident, "
+            f"{self.slots} slots, update={self.update!r}, {self.tokens} tokens",
             f"host    {self.host_bytes / 1e9:.2f} GB: {gb(self.host)}",
             f"device  {self.device_bytes / 1e9:.2f} GB without activations: {gb(self.device)}",
             f"moved   {self.uploaded / 1e9:.2f} GB up, {self.downloaded / 1e9:.2f} GB down a step",
@@ -87,13 +88,16 @@ def stream_plan(
         raise ConfigError(f"stream_plan: update={update!r}, tokens={tokens}, slots={slots}",
                           remedy=f"update is one of {MODES}, tokens and slots are at least 1")
     rates = rates or costs.Rates()
-    plan = _layers(model, resident, layers)
-    order = [costs.LayerCost(x.fqn, x.nbytes, x.grad_bytes, _adamw_bytes(x), _forward_s(x, tokens, rates))
-             for x in plan]
-    schedule = stream_graph.build([stream_graph.Call(x.fqn, bool(x.grad_bytes)) for x in plan], slots, update, STEPS)
+    everything = _layers(model, resident, layers)
+    plan = [x for x in everything if not x.resident]
+    order = [costs.LayerCost(x.fqn, 0, 0, 0, _forward_s(x, tokens, rates)) if x.resident else
+             costs.LayerCost(x.fqn, x.nbytes, x.grad_bytes, _adamw_bytes(x), _forward_s(x, tokens, rates))
+             for x in everything]
+    calls = [stream_graph.Call(x.fqn, bool(x.grad_bytes), resident=x.resident) for x in everything]
+    schedule = stream_graph.build(calls, slots, update, STEPS)
     line, uploaded, downloaded = _simulate(schedule, order, rates)
     return StreamPlan(
-        layers=len(plan), classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
+        layers=len(plan), resident=len(everything) - len(plan), classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
         host=_host(plan, ema, accumulate), device=_device(model, plan, slots, ema), uploaded=uploaded,
         downloaded=downloaded, bound=costs.bound(order, rates, slots, update), step_s=_steady(schedule, line),
         update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order, rates),
@@ -104,8 +108,8 @@ def stream_plan(
 def _layers(model: nn.Module, resident: Any, layers: Any) -> list[HostLayer]:
     streamed = [e for e in map(handles.entry_of, model.parameters()) if e is not None]
     if streamed:
-        return streamed[0].layer.engine.store.layers
-    return attach.plan(model, layers, resident)
+        return list(streamed[0].layer.engine.layers.values())
+    return attach.plan(model, layers, resident, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _adamw_bytes(layer: HostLayer) -> int:

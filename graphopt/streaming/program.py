@@ -19,7 +19,7 @@ from graphopt.errors import StreamError
 from graphopt.passes import stream_check, stream_graph
 from graphopt.segments import Step
 from graphopt.streaming.engine import Engine, Walk
-from graphopt.streaming.handles import entry_of
+from graphopt.streaming.handles import member_of
 from graphopt.streaming.store import Entry, HostLayer
 
 
@@ -75,7 +75,8 @@ class Program:
 
     def plan(self) -> None:
         """Make the schedule for the engine's ring and the optimizer's order, and prove it over two steps."""
-        planned = [stream_graph.Call(c.layer.fqn, any(e.trained for e in c.entries), c.train is not None)
+        planned = [stream_graph.Call(c.layer.fqn, any(e.trained for e in c.entries), c.train is not None,
+                                     c.layer.resident)
                    for c in self.calls]
         optimizer = self.engine.optimizer() if self.engine.optimizer else None
         settings: dict[str, Any] = {"slots": len(self.engine.ring.slots), "train": any(c.backward for c in planned),
@@ -108,7 +109,7 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
-        layers = tuple(entry_of(args[i]).layer for i in self.anchors)  # type: ignore[union-attr]
+        layers = tuple(member_of(args[i]).layer for i in self.anchors)  # type: ignore[union-attr]
         if any(c.layer is not x for c, x in zip(self.calls, layers)):
             return self.bind(layers)(*args)
         engine = self.engine
@@ -152,14 +153,9 @@ def _forward(
 ) -> tuple[Sequence[Any], Any]:
     state = _random_state(engine.link.device) if keep_random else None
     walk.until(engine, call.index)
-    slot = engine.ring.acquire(call.layer)
-    try:
-        weights = engine.ring.views(slot, call.layer)
-        with torch.no_grad(), engine.span(call.layer, "forward"):
-            out = call.forward(*call.bind(weights, values))
-    finally:
-        engine.ring.release(slot)
-    engine.log("compute", call.layer, slot.index, "forward")
+    with engine.weights(call.layer) as (slot, weights), torch.no_grad(), engine.span(call.layer, "forward"):
+        out = call.forward(*call.bind(weights, values))
+    engine.log("compute", call.layer, slot, "forward")
     walk.after(engine)
     return out, state
 
@@ -200,18 +196,15 @@ def _backward(
 ) -> list[torch.Tensor | None]:
     engine.check_backward(call.layer, ticket)
     walk.until(engine, call.index)
-    slot = engine.ring.acquire(call.layer)
-    try:
+    with engine.weights(call.layer) as (slot, views):
         weights = [v.detach().requires_grad_(e.trained and e.handle.requires_grad)
-                   for v, e in zip(engine.ring.views(slot, call.layer), call.layer.entries)]
+                   for v, e in zip(views, call.layer.entries)]
         inputs = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values]
         with engine.span(call.layer, "backward"):
             found = _gradients(engine, call, weights, inputs, grads, state, autocast)
             landed = [(e, found.get(id(w))) for e, w in zip(call.layer.entries, weights) if w.requires_grad]
             engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
-    finally:
-        engine.ring.release(slot)
-    engine.log("compute", call.layer, slot.index, "backward")
+    engine.log("compute", call.layer, slot, "backward")
     walk.after(engine)
     return [found.get(id(v)) if isinstance(v, torch.Tensor) else None for v in inputs]
 

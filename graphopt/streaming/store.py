@@ -66,11 +66,12 @@ class HostLayer:
     """One layer in host memory.
 
     version counts finished updates of the weights, target the updates that were ordered: whoever reads the weights
-    waits until they are equal.  gradients is None until the layer trains.
+    waits until they are equal.  slab is None until the layer trains.  A resident layer has no buffers here: its
+    weights are the model's own parameters on the device, and only the layout counts.
     """
 
-    def __init__(self, fqn: str, index: int, entries: list[Entry]) -> None:
-        self.fqn, self.index = fqn, index
+    def __init__(self, fqn: str, index: int, entries: list[Entry], resident: bool = False) -> None:
+        self.fqn, self.index, self.resident = fqn, index, resident
         self.entries = entries
         order = sorted(entries, key=lambda e: (str(e.dtype), not e.trained))
         at = grad = element = 0

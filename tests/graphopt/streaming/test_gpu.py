@@ -42,7 +42,7 @@ def on_gpu(values):
 class Reference:
     """AdamW of a resident model: on the host for its layers' own weights, on the device for all others."""
 
-    def __init__(self, model, ema=None) -> None:
+    def __init__(self, model, ema=None, resident=()) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         uses: dict[int, int] = {}
         for layer in layers(model):
@@ -50,7 +50,8 @@ class Reference:
                 uses[id(p)] = uses.get(id(p), 0) + 1
         outside = {id(p) for n, m in model.named_modules() if not any(n.startswith(f + ".") or n == f for f, x in model.named_modules() if x in layers(model))
                    for p in m._parameters.values() if p is not None}
-        mine = [p for p in trained if uses.get(id(p)) == 1 and id(p) not in outside]
+        stay = {id(p) for name in resident for p in model.get_submodule(name).parameters()}
+        mine = [p for p in trained if uses.get(id(p)) == 1 and id(p) not in outside | stay]
         self.pairs = [(p, torch.nn.Parameter(p.detach().cpu())) for p in mine]
         self.rest = [(p, torch.zeros_like(p), torch.zeros_like(p)) for p in trained if not any(p is q for q in mine)]
         self.opt = torch.optim.AdamW([q for _, q in self.pairs], **ADAM)
@@ -77,8 +78,9 @@ class Reference:
             p.grad = None
 
 
-def streamed(model, slots=2, update="deferred", slow=40, **kwargs):
-    graphopt.stream(model, "cuda", slots=slots, resident=[], link=CudaLink(torch.device("cuda"), slow=slow))
+def streamed(model, slots=2, update="deferred", slow=40, resident=(), **kwargs):
+    resident = resident if isinstance(resident, (int, str)) else list(resident)
+    graphopt.stream(model, "cuda", slots=slots, resident=resident, link=CudaLink(torch.device("cuda"), slow=slow))
     opt = graphopt.HostAdamW(model.parameters(), **ADAM, update=update, kernel="torch", **kwargs)
     return opt, torch.compile(model, backend="graphopt", options=OPTIONS)
 
@@ -110,6 +112,19 @@ def test_slowed_copies_change_nothing(update: str, slots: int) -> None:
     engine = attach.engine_of(b)
     assert engine.ring.misses == 0
     assert all(x.weights.is_pinned() for x in engine.store.layers)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_first_layers_resident(slots: int, update: str) -> None:
+    a, b, x = pair()
+    want = train(a, Reference(a, resident=("blocks.0", "blocks.1")), x)
+    opt, step = streamed(b, slots, update, resident="auto")
+    assert train(step, opt, x) == want
+    same(b, a)
+    engine = attach.engine_of(b)
+    assert [x.fqn for x in engine.resident] == ["blocks.0", "blocks.1"]
+    assert engine.ring.misses == 0
 
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])

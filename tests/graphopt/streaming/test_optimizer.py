@@ -165,6 +165,20 @@ def test_deferred_orders_of_calls() -> None:
     assert weights(model) == pytest.approx([0.98, 0.98], abs=1e-5)
 
 
+def test_a_resident_layer_updated_before_its_backward_is_told() -> None:
+    model = One()
+    model.layers[1].w.requires_grad_(False)
+    graphopt.stream(model, "cpu", resident=1)
+    opt = graphopt.HostAdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    step = torch.compile(model, backend="graphopt", options=OPTIONS)
+    loss = step(torch.zeros(1)).sum()
+    step(torch.zeros(1)).sum().backward()
+    opt.step()
+    with pytest.raises(StreamError, match="updated between"):
+        loss.backward()
+    assert weights(model) == pytest.approx([0.99, 1.0])
+
+
 def test_double_backward_and_retain_graph_are_refused() -> None:
     model, opt, step = make()
     x = torch.zeros(1, requires_grad=True)

@@ -77,6 +77,26 @@ def test_orders_and_slots(update: str) -> None:
     assert differing(b.state_dict(), a.state_dict()) == {}
 
 
+@pytest.mark.parametrize("resident", [2, *nightly(["blocks.1", "blocks.3"])])
+@pytest.mark.parametrize("update", ["priority", *nightly("deferred")])
+def test_resident_layers_run_like_streamed_ones(resident, update) -> None:
+    """Recomputed, of the same class, without a slot; their weights are ordinary parameters."""
+    a, b, x = both()
+    want, _ = reference(a, x)
+    graphopt.stream(b, "cpu", slots=1, resident=resident, link=LateLink(4))
+    opt = graphopt.HostAdamW(b.parameters(), **ADAM, update=update, kernel="torch")
+    step = torch.compile(b, backend="graphopt", options=OPTIONS)
+    assert train(step, opt, x) == want
+    assert differing(b.state_dict(), a.state_dict()) == {}
+    engine = attach.engine_of(b)
+    stay = [b.blocks[0], b.blocks[1]] if resident == 2 else [b.blocks[1], b.blocks[3]]
+    assert all(torch.isfinite(p).all() for m in stay for p in m.parameters())
+    assert [x.fqn for x in engine.resident] == (["blocks.0", "blocks.1"] if resident == 2 else resident)
+    program = engine.program()
+    assert len({id(c.train) for c in program.calls}) == 1, "one class with the streamed ones"
+    assert engine.ring.misses == 0
+
+
 def test_clipped_by_the_global_norm() -> None:
     a, b, x = both()
     want, _ = reference(a, x, clip=0.05)
