@@ -32,7 +32,9 @@ def wait(*after: Any, layer: str, slot: int, step: int) -> None:
     """The compute stream waits for a prefetch."""
 
 
-def compute(*after: Any, layer: str, slot: int | None, step: int, call: int, phase: str, slab: int | None = None) -> None:
+def compute(
+    *after: Any, layer: str, slot: int | None, step: int, call: int, phase: str, slab: int | None = None
+) -> None:
     """Run a layer's forward, or its recomputation and backward; the backward packs its gradients into a slab."""
 
 
@@ -143,8 +145,8 @@ class _Builder:
     def _resident(self, step: int, phase: str, c: int, kept: bool) -> None:
         call = self.calls[c]
         stashed = self.stashed[c] if phase == "backward" else None
-        done = self._node(compute, stashed, self.updated.get(call.layer), layer=call.layer, slot=None, step=step, call=c,
-                          phase=phase, slab=None)
+        done = self._node(compute, stashed, self.updated.get(call.layer), layer=call.layer, slot=None, step=step,
+                          call=c, phase=phase, slab=None)
         if phase == "forward" and kept:
             self.stashed[c] = self._node(stash, done, layer=call.layer, call=c, step=step, place="device")
         elif phase == "backward":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphopt.errors import StreamError
-from graphopt.streaming import eager, handles, memory, state
+from graphopt.streaming import eager, handles, memory, numa, state
 from graphopt.streaming.engine import Engine
 from graphopt.streaming.link import Link, link_for
 from graphopt.streaming.store import Entry, HostLayer, HostStore
@@ -51,7 +51,7 @@ def stream(
                  if e.handle.device.type == "cpu")
     memory.require(sum(x.nbytes for x in streamed), "the host store", saved=on_cpu)
     link = link or link_for(target)
-    store = HostStore(streamed, link.pin)
+    store = HostStore(streamed, link.pin, numa.node_of(link.device))
     pool = handles.Pool(store.entries, link.device)
     for layer in streamed:
         store.allocate_weights(layer)

@@ -11,7 +11,7 @@ import torch
 
 from graphopt.codegen.adamw import Hyper, Piece
 from graphopt.schedule.stream_plan import ADAMW_BYTES
-from graphopt.streaming import optimizer
+from graphopt.streaming import numa, optimizer
 from graphopt.streaming.link import Link, link_for
 from graphopt.streaming.store import Entry, HostLayer, HostStore
 from graphopt.streaming.updates import State
@@ -31,7 +31,7 @@ class Bench:
         for i in range(layers):
             shape = torch.Size((elements,))
             made.append(HostLayer(f"bench.{i}", i, [Entry("w", f"bench.{i}.w", shape, (1,), torch.bfloat16, True)]))
-        self.store = HostStore(made, link.pin)
+        self.store = HostStore(made, link.pin, numa.node_of(link.device))
         self.states = {}
         for layer in made:
             self.store.allocate_weights(layer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from graphopt.codegen import adamw_cpp
 from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import ConfigError, StreamError
-from graphopt.streaming import handles, memory
+from graphopt.streaming import handles, memory, numa
 from graphopt.streaming.engine import Engine
 from graphopt.streaming.link import Link
 from graphopt.streaming.resident import ResidentState
@@ -262,7 +261,7 @@ class HostAdamW(torch.optim.Optimizer):
 def kernel_of(name: str, link: Link) -> Callable[[Sequence[Piece]], None]:
     """The optimizer's kernel: "torch", "cpp", or "auto" (compiled where a compiler is found)."""
     # two cores stay for the thread that launches kernels and the one that copies
-    threads = max(1, len(os.sched_getaffinity(0)) - 2)
+    threads = max(1, len(numa.cpus_near(numa.node_of(link.device))) - 2)
     return update_all if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
 
 

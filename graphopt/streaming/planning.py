@@ -97,7 +97,8 @@ def stream_plan(
     schedule = stream_graph.build(calls, slots, update, STEPS)
     line, uploaded, downloaded = _simulate(schedule, order, rates)
     return StreamPlan(
-        layers=len(plan), resident=len(everything) - len(plan), classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
+        layers=len(plan), resident=len(everything) - len(plan),
+        classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
         host=_host(plan, ema, accumulate), device=_device(model, plan, slots, ema), uploaded=uploaded,
         downloaded=downloaded, bound=costs.bound(order, rates, slots, update), step_s=_steady(schedule, line),
         update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order, rates),

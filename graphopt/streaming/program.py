@@ -62,6 +62,7 @@ class Program:
     results: tuple[Any, ...]  # structure of the output: a number stands for a value
     size: int
     anchors: tuple[int, ...]  # for each call of a layer, an argument that is one of its handles
+    classes: tuple[Any, ...] = ()  # keeps the compiled classes for other models as long as this program lives
     schedule: fx.Graph = field(default_factory=fx.Graph)
     forward_nodes: list[Any] = field(default_factory=list)
     backward_nodes: list[Any] = field(default_factory=list)

@@ -104,8 +104,8 @@ class HostLayer:
 class HostStore:
     """All streamed layers of one model."""
 
-    def __init__(self, layers: Iterable[HostLayer], pin: bool) -> None:
-        self.arena = Arena(pin)
+    def __init__(self, layers: Iterable[HostLayer], pin: bool, node: int | None = None) -> None:
+        self.arena = Arena(pin, node)
         self.layers = list(layers)
         self.by_fqn = {layer.fqn: layer for layer in self.layers}
         self.changed = threading.Condition()

@@ -6,6 +6,7 @@ update; everything a job needs was copied out of the optimizer when it was queue
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from graphopt.codegen.adamw import Hyper, Piece
+from graphopt.streaming import numa
 from graphopt.streaming.link import Link
 from graphopt.streaming.store import Entry, HostLayer, HostStore
 
@@ -71,7 +73,8 @@ class Updates:
         self._changed = threading.Condition()
         self._busy = 0
         self.worked = 0.0  # seconds spent in the kernel
-        thread = threading.Thread(target=_loop, args=(weakref.ref(self), self._changed),
+        cpus = numa.cpus_near(node) if (node := numa.node_of(link.device)) is not None else None
+        thread = threading.Thread(target=_loop, args=(weakref.ref(self), self._changed, cpus),
                                   name="graphopt-adamw", daemon=True)
         thread.start()
 
@@ -147,8 +150,10 @@ class Updates:
             self._changed.notify_all()
 
 
-def _loop(owner: Any, changed: threading.Condition) -> None:
+def _loop(owner: Any, changed: threading.Condition, cpus: list[int] | None) -> None:
     # holds its owner only while it works, so a model that is no longer used ends this thread
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)  # of this thread, and of the OpenMP team that it starts
     with torch.no_grad():
         while True:
             updates = owner()

@@ -284,6 +284,29 @@ def test_layers_compiled_by_themselves() -> None:
     assert differing(b.state_dict(), a.state_dict()) == {}
 
 
+def test_models_of_one_class_compile_it_once(monkeypatch) -> None:
+    """Three models, one compile of their layers; each trains its own weights, with its own owner of kernels."""
+    from graphopt import backend
+
+    compiled = []
+    hand_over = backend.hand_over
+    monkeypatch.setattr(backend, "hand_over", lambda gm, *a: compiled.append(gm) or hand_over(gm, *a))
+    options = {**OPTIONS, "graphopt.compiler": "aot_eager"}
+    x, kept, counts = inputs(), [], []
+    for seed, layers_, more in ((0, 4, {}), (1, 3, {}), (2, 4, {"graphopt.rules": ["gate_residual"]})):
+        a = TinyDiT(layers=layers_, seed=seed).train()
+        b = copy.deepcopy(a)
+        want, _ = reference(a, x, steps=2)
+        got, opt = streamed(b, x, steps=2, late=2, options={**options, **more})
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        kept.append((b, opt))
+        counts.append(len(compiled))
+    forward_and_train, around = 2, 2
+    assert counts[0] == forward_and_train + around
+    assert counts[1] - counts[0] == around, "the layers' class is there already"
+    assert counts[2] - counts[1] == forward_and_train + around, "other rules: another class"
+
+
 def test_two_forwards_before_one_backward() -> None:
     def loss(m, x):
         return m(*x).square().mean() + m(x[0] * 0.5, x[1]).square().mean()
