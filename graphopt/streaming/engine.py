@@ -16,6 +16,7 @@ import torch
 
 from graphopt.errors import StreamError
 from graphopt.passes import stream_graph
+from graphopt.streaming import lockstep
 from graphopt.streaming.gradients import Gradients
 from graphopt.streaming.link import Link
 from graphopt.streaming.ring import Ring
@@ -28,6 +29,7 @@ class Ticket:
     def __init__(self, engine: Engine, layer: HostLayer) -> None:
         self.version = layer.target
         self.open = True
+        self.together = lockstep.current() is not None  # one of several micro-batches, layer by layer
         self._engine = weakref.ref(engine)
         self._layer = layer
 
@@ -127,9 +129,10 @@ class Engine:
             ticket.close()
             return
         optimizer = self.optimizer() if self.optimizer else None
-        self.gradients.land(layer, found, optimizer.updates if optimizer is not None else None)
+        updates = optimizer.updates if optimizer is not None else None
         ticket.close()
-        if found:
+        wait = self.outstanding[layer] > 0
+        if self.gradients.gather(layer, found, wait and ticket.together, updates):
             self.log("grad_offload", layer, -1)
         if optimizer is not None and self.outstanding[layer] == 0:
             optimizer.landed(layer)
@@ -158,6 +161,33 @@ class Walk:
         ):
             _queue(engine, self.nodes[self.at])
             self.at += 1
+
+
+class JointWalk(Walk):
+    """One place that several micro-batches share, in the schedule of all of them."""
+
+    def __init__(self, nodes: list[Any], size: int) -> None:
+        super().__init__(nodes)
+        self.size = size
+
+    def of(self, member: int) -> MemberWalk:
+        """The walk as one micro-batch sees it."""
+        return MemberWalk(self, member)
+
+
+class MemberWalk(Walk):
+    """A shared walk: the calls of one micro-batch are every n-th of the schedule's."""
+
+    def __init__(self, joint: JointWalk, member: int) -> None:
+        self.joint, self.member = joint, member
+
+    def until(self, engine: Engine, call: int) -> None:
+        """See Walk."""
+        self.joint.until(engine, call * self.joint.size + self.member)
+
+    def after(self, engine: Engine) -> None:
+        """See Walk."""
+        self.joint.after(engine)
 
 
 def _queue(engine: Engine, node: Any) -> None:

@@ -106,6 +106,8 @@ class HostAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.store.check()
+        self.engine.gradients.settle(self.updates)
+        self._late()
         self._check_order_of_updates()
         scale = None if self._scale is None else float(self._scale)
         if self.update == "deferred":
@@ -147,6 +149,14 @@ class HostAdamW(torch.optim.Optimizer):
             self._updated.add(layer)
             self._submit(layer, None)
 
+    def _late(self) -> None:
+        """Count rounds whose end nobody saw: a forward was dropped after the last backward of its layer."""
+        if self.update == "deferred":
+            return
+        for layer in self._layers:
+            if self.engine.gradients.landings[layer].fresh and not self._rounds[layer]:
+                self.landed(layer)
+
     def check_forward(self) -> None:
         """Raise StreamError if a forward would read weights of two different steps: called by the runtime."""
         if self._updated:
@@ -179,6 +189,7 @@ class HostAdamW(torch.optim.Optimizer):
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients together, fp32, 0-d, before any clipping.  Deferred mode only."""
         self._need_deferred("grad_norm")
+        self.engine.gradients.settle(self.updates)
         self.updates.drain()
         norms = []
         device = self.engine.link.device
@@ -222,6 +233,7 @@ class HostAdamW(torch.optim.Optimizer):
         entry = handles.entry_of(p)
         if entry is None:
             return p.grad
+        self.engine.gradients.settle(self.updates)
         landing = self.engine.gradients.landings[entry.layer]
         if entry not in landing.fresh or p.grad is None:
             return None

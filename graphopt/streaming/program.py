@@ -18,7 +18,8 @@ from torch import fx
 from graphopt.errors import StreamError
 from graphopt.passes import stream_check, stream_graph
 from graphopt.segments import Step
-from graphopt.streaming.engine import Engine, Walk
+from graphopt.streaming import lockstep
+from graphopt.streaming.engine import Engine, JointWalk, Walk
 from graphopt.streaming.handles import member_of
 from graphopt.streaming.store import Entry, HostLayer
 
@@ -68,6 +69,7 @@ class Program:
     backward_nodes: list[Any] = field(default_factory=list)
     planned: int = 0  # slots the schedule was made for
     bound: dict[tuple[HostLayer, ...], Program] = field(default_factory=dict)
+    joint: dict[Any, tuple[list[Any], list[Any]]] = field(default_factory=dict)  # phases of layer-major micro-batches
 
     @property
     def calls(self) -> list[LayerCall]:
@@ -76,16 +78,36 @@ class Program:
 
     def plan(self) -> None:
         """Make the schedule for the engine's ring and the optimizer's order, and prove it over two steps."""
+        self.schedule, (self.forward_nodes, self.backward_nodes) = self.make_schedule(1)
+        self.planned = len(self.engine.ring.slots)
+
+    def make_schedule(self, micro: int) -> tuple[fx.Graph, tuple[list[Any], list[Any]]]:
+        """The schedule of so many micro-batches, layer-major, and its two phases."""
         planned = [stream_graph.Call(c.layer.fqn, any(e.trained for e in c.entries), c.train is not None,
                                      c.layer.resident)
-                   for c in self.calls]
+                   for c in self.calls for _ in range(micro)]
         optimizer = self.engine.optimizer() if self.engine.optimizer else None
         settings: dict[str, Any] = {"slots": len(self.engine.ring.slots), "train": any(c.backward for c in planned),
                                     "update": "deferred" if optimizer is None else optimizer.update}
         stream_check.check(stream_graph.build(planned, steps=2, **settings))
-        self.schedule = stream_graph.build(planned, **settings)
-        self.forward_nodes, self.backward_nodes = stream_graph.phases(self.schedule)
-        self.planned = len(self.engine.ring.slots)
+        schedule = stream_graph.build(planned, **settings)
+        return schedule, stream_graph.phases(schedule)
+
+    def walks(self) -> tuple[Walk, Walk]:
+        """Places at the start of the schedule's two phases; micro-batches that take turns share them."""
+        place = lockstep.current()
+        if place is None:
+            return Walk(self.forward_nodes), Walk(self.backward_nodes)
+        group, member = place
+        order = tuple(c.layer.fqn for c in self.calls)
+        if order not in group.walks:
+            optimizer = self.engine.optimizer() if self.engine.optimizer else None
+            key = group.size, len(self.engine.ring.slots), optimizer and optimizer.update
+            if key not in self.joint:
+                self.joint[key] = self.make_schedule(group.size)[1]
+            group.walks[order] = [JointWalk(nodes, group.size) for nodes in self.joint[key]]
+        forward, backward = group.walks[order]
+        return forward.of(member), backward.of(member)
 
     def bind(self, layers: tuple[HostLayer, ...]) -> Program:
         """This program for other layers of the same model.
@@ -104,7 +126,7 @@ class Program:
             of = iter(layers)
             steps = [replace(s, call=replace(s.call, layer=next(of))) if isinstance(s.call, LayerCall) else s
                      for s in self.steps]
-            self.bound[layers] = replace(self, steps=steps, bound={})
+            self.bound[layers] = replace(self, steps=steps, bound={}, joint={})
             self.bound[layers].plan()
         return self.bound[layers]
 
@@ -121,11 +143,12 @@ class Program:
         values[:len(args)] = args
         for i, constant in self.constants.items():
             values[i] = constant
-        forward, backward = Walk(self.forward_nodes), Walk(self.backward_nodes)
+        forward, backward = self.walks()
         for step in self.steps:
             inputs = [values[i] for i in step.inputs]
             if isinstance(step.call, LayerCall):
                 out = run_layer(engine, step.call, forward, backward, inputs)
+                lockstep.turn_over()
             else:
                 out = step.call(*inputs)
             del inputs
