@@ -17,7 +17,8 @@ from zoo import ZOO, liven
 
 import graphopt
 from graphopt.codegen.adamw import Hyper, update_
-from graphopt.streaming import attach, loading
+from graphopt.streaming import attach
+from graphopt.streaming import checkpoint as checkpoints
 from graphopt.streaming.link import CudaLink
 
 pytestmark = pytest.mark.gpu
@@ -281,11 +282,11 @@ def test_resumed(update, tmp_path) -> None:
     want = train(a, Reference(a), x, steps=6)
     opt, step = streamed(b, update=update)
     got = train(step, opt, x, steps=3)
-    loading.save_checkpoint(b, opt, tmp_path / "c")
+    checkpoints.save_checkpoint(b, opt, tmp_path / "c")
     torch._dynamo.reset()
     again = TinyDiT(layers=7, D=32, seed=4).train()
     opt2, step2 = streamed(again, slots=3, update=update)
-    loading.load_checkpoint(again, opt2, tmp_path / "c")
+    checkpoints.load_checkpoint(again, opt2, tmp_path / "c")
     assert got + train(step2, opt2, x, steps=3, start=3) == want
     same(again, a)
 
