@@ -32,11 +32,11 @@ class Span:
     end: float
 
 
-def of_simulation(line: Timeline) -> list[Span]:
-    """The spans of a simulated schedule; tasks that take no time are left out."""
+def of_simulation(line: Timeline, keep_empty: bool = False) -> list[Span]:
+    """The spans of a simulated schedule, in its order; tasks that take no time are left out unless asked for."""
     spans = []
     for t in line.tasks:
-        if line.end[t.name] > line.start[t.name]:
+        if keep_empty or line.end[t.name] > line.start[t.name]:
             spans.append(Span(t.stream, t.label or t.name, t.kind or t.stream, line.start[t.name], line.end[t.name]))
     return spans
 
