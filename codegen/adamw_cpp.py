@@ -226,6 +226,7 @@ def load(threads: int, isa: str | None = None) -> Callable[[Sequence[Piece]], No
         compiled_code.adamw(table, hypers, ctypes.c_int64(len(compiled)), (ctypes.c_int64 * len(firsts))(*firsts),
                       ctypes.c_int64(chunks), ctypes.c_int64(CHUNK), ctypes.c_int(threads))
 
+    update.joins = True  # type: ignore[attr-defined]  # element by element: parameters side by side may be one piece
     return update
 
 
@@ -247,7 +248,8 @@ def _piece(p: Piece, hyper: int) -> _Piece:
 def _numbers(h: Hyper) -> _Hyper:
     return _Hyper(
         1 - h.lr * h.weight_decay, 1 - h.beta1, h.beta2, 1 - h.beta2, 1 / (1 - h.beta2**h.step) ** 0.5, h.eps,
-        -(h.lr / (1 - h.beta1**h.step)), 1.0 if h.scale is None else h.scale, 0.0 if h.ema is None else 1 - h.ema,
+        -(h.lr / (1 - h.beta1**h.step)), 1.0 if h.scale is None else float(h.scale),
+        0.0 if h.ema is None else 1 - h.ema,
         int(h.scale is not None))
 
 

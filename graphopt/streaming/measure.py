@@ -60,10 +60,10 @@ class Bench:
 
     def alone(self, work: Callable[[HostLayer], int], seconds: float = 0.3) -> float:
         """The best rate of one loop over the layers, bytes/s."""
-        best, until = 0.0, time.perf_counter() + seconds
         for layer in self.store.layers:  # first use: pages, caches, the team of threads
             work(layer)
-        while time.perf_counter() < until:
+        best, until = 0.0, time.perf_counter() + seconds
+        while best == 0.0 or time.perf_counter() < until:
             start = time.perf_counter()
             done = sum(map(work, self.store.layers))
             best = max(best, done / (time.perf_counter() - start))

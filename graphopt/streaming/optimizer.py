@@ -21,6 +21,21 @@ from graphopt.streaming.updates import Job, State, Updates
 MODES = ("deferred", "priority", "in_backward")
 
 
+class Clip:
+    """The factor of clipping on its way to the host: the launching thread does not wait for it."""
+
+    def __init__(self, coefficient: torch.Tensor, link: Link) -> None:
+        self.coefficient, self._link = coefficient, link
+        self._host = torch.zeros((), dtype=torch.float32, pin_memory=coefficient.is_cuda)
+        self._host.copy_(coefficient, non_blocking=True)
+        self._there = link.mark()
+
+    def read(self) -> float:
+        """Its value; blocks until it is there."""
+        self._link.join(self._there)
+        return float(self._host)
+
+
 class HostAdamW(torch.optim.Optimizer):
     """AdamW for a streamed model: same results as torch.optim.AdamW on fp32 masters.
 
@@ -65,7 +80,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.resident = ResidentState(ema)
         self.updates = Updates(self.store, self.engine.link, self.states,
                                kernel_of(kernel, self.engine.link))
-        self._scale: torch.Tensor | None = None
+        self._scale: Clip | None = None
         self._planned: dict[HostLayer, dict[Entry, Hyper]] = {}
         self._snapshot: list[tuple[Any, ...]] | None = None
         self._rounds = dict.fromkeys(self._layers, 0)
@@ -92,7 +107,7 @@ class HostAdamW(torch.optim.Optimizer):
                               remedy="pass all groups when it is made")
         self._group_of = {}
 
-    def _hyper(self, p: torch.nn.Parameter, step: int, scale: float | None) -> Hyper:
+    def _hyper(self, p: torch.nn.Parameter, step: int, scale: torch.Tensor | None = None) -> Hyper:
         if not self._group_of:
             self._group_of = {id(q): g for g in self.param_groups for q in g["params"]}
         g = self._group_of[id(p)]
@@ -109,19 +124,20 @@ class HostAdamW(torch.optim.Optimizer):
         self.engine.gradients.settle(self.updates)
         self._late()
         self._check_order_of_updates()
-        scale = None if self._scale is None else float(self._scale)
+        clip = self._scale
         if self.update == "deferred":
             for layer in self._layers:
                 landing = self.engine.gradients.landings[layer]
                 if landing.fresh:
-                    self._submit(layer, scale)
+                    self._submit(layer, clip)
         elif self.update == "in_backward":
             self.updates.drain()
         with torch.no_grad():
             for p in self._parameters():
                 if handles.entry_of(p) is None and p.grad is not None:
-                    in_place = p.grad.dtype == torch.float32  # clipped where it is
-                    self.resident.update(p, self._hyper(p, self.resident.steps(p) + 1, None if in_place else scale))
+                    in_place = clip is None or p.grad.dtype == torch.float32  # clipped where it is
+                    hyper = self._hyper(p, self.resident.steps(p) + 1, None if in_place else clip.coefficient)
+                    self.resident.update(p, hyper)
                     entry = handles.member_of(p)
                     if entry is not None:
                         entry.layer.target += 1
@@ -131,12 +147,14 @@ class HostAdamW(torch.optim.Optimizer):
         self.engine.prime()
         return loss
 
-    def _submit(self, layer: HostLayer, scale: float | None) -> None:
+    def _submit(self, layer: HostLayer, clip: Clip | None) -> None:
         gradients = self.engine.gradients
         landing = gradients.take(layer)
         steps = self.states[layer].steps
-        hypers = {e: self._hyper(e.handle, steps[e] + 1, scale) for e in landing.fresh if e in self._mine}
-        self.updates.submit(Job(layer, hypers, list(landing.events), lambda e: gradients.read(landing, e)))
+        hypers = {e: self._hyper(e.handle, steps[e] + 1) for e in landing.fresh if e in self._mine}
+        self.updates.submit(Job(
+            layer, hypers, list(landing.events), lambda e: gradients.read(landing, e),
+            None if landing.sum is not None else layer.slab, (lambda: None) if clip is None else clip.read))
 
     def landed(self, layer: HostLayer) -> None:
         """All gradients of one round have landed: called by the runtime."""
@@ -215,8 +233,8 @@ class HostAdamW(torch.optim.Optimizer):
         if self._scale is not None:
             raise StreamError("clip_grad_norm_ was called twice before step()", remedy="call it once per step")
         norm = self.grad_norm()
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        self._scale = coefficient.detach().cpu()
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).detach()
+        self._scale = Clip(coefficient, self.engine.link)
         with torch.no_grad():
             for p in self._parameters():
                 if handles.entry_of(p) is None and p.grad is not None and p.grad.dtype == torch.float32:

@@ -20,6 +20,11 @@ from graphopt.streaming.memory import Arena
 ALIGN = 64  # elements; 128 bytes of bf16, so every tensor starts on a cache line and on a DMA boundary
 
 
+def padded(elements: int) -> int:
+    """Elements up to where the next parameter starts."""
+    return (elements + ALIGN - 1) // ALIGN * ALIGN
+
+
 @dataclass(eq=False)
 class Entry:
     """One streamed parameter: what it is, and where it lies in its layer's buffers.
@@ -77,7 +82,7 @@ class HostLayer:
         at = grad = element = 0
         for e in order:
             e.layer = self
-            size = (e.numel + ALIGN - 1) // ALIGN * ALIGN
+            size = padded(e.numel)
             e.byte, at = at, at + size * e.dtype.itemsize
             if e.trained:
                 e.grad_byte, grad = grad, grad + size * e.dtype.itemsize

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from graphopt.codegen.adamw import Hyper, Piece
 from graphopt.streaming import numa
 from graphopt.streaming.link import Link
-from graphopt.streaming.store import Entry, HostLayer, HostStore
+from graphopt.streaming.store import Entry, HostLayer, HostStore, padded
 
 
 class State:
@@ -42,6 +42,31 @@ class State:
         """One parameter's part of a flat buffer, 1-d."""
         return flat[entry.element:entry.element + entry.numel]
 
+    def runs(self, layer: HostLayer, slab: torch.Tensor, hypers: dict[Entry, Hyper]) -> list[Piece]:
+        """What a kernel needs for a layer whose gradients are all in its slab, neighbours with equal settings as one.
+
+        Buffers are laid out alike, with padding that holds zeros and stays zero, so a layer is one or two pieces.
+        """
+        pieces = []
+        order = sorted(hypers, key=lambda e: e.element)
+        first = 0
+        for i, entry in enumerate(order):
+            after = order[i + 1] if i + 1 < len(order) else None
+            if after is not None and after.dtype == entry.dtype and hypers[after] == hypers[entry] and (
+                after.element == padded(entry.element + entry.numel)
+            ):
+                continue
+            a, n = order[first], entry.element + entry.numel - order[first].element
+            size = a.dtype.itemsize
+            part = slice(a.element, a.element + n)
+            pieces.append(Piece(
+                layer.weights[a.byte:a.byte + n * size].view(a.dtype),
+                self.residual[part] if self.residual is not None and a.dtype == torch.bfloat16 else None,
+                slab[a.grad_byte:a.grad_byte + n * size].view(a.dtype), self.exp_avg[part], self.exp_avg_sq[part],
+                hypers[a], None if self.average is None else self.average[part]))
+            first = i + 1
+        return pieces
+
     def piece(self, entry: Entry, gradient: torch.Tensor, hyper: Hyper) -> Piece:
         """What a kernel needs to update one parameter; gradient: 1-d, host."""
         return Piece(
@@ -59,6 +84,8 @@ class Job:
     hypers: dict[Entry, Hyper]
     landed: list[Any]  # events
     gradient: Callable[[Entry], torch.Tensor]  # 1-d, host
+    slab: torch.Tensor | None = None  # where they all are in the layer's layout, if they are
+    scale: Callable[[], float | None] = lambda: None  # of clipping; called when everything has landed
     done: Callable[[], None] = field(default=lambda: None)
 
 
@@ -135,8 +162,14 @@ class Updates:
                 self.link.join(event)
             self.link.join(job.layer.reading)
             state = self.states[job.layer]
+            scale = job.scale()
+            if scale is not None:
+                job.hypers = {e: replace(h, scale=scale) for e, h in job.hypers.items()}
             start = time.perf_counter()
-            self.kernel([state.piece(entry, job.gradient(entry), hyper) for entry, hyper in job.hypers.items()])
+            if job.slab is not None and getattr(self.kernel, "joins", False):
+                self.kernel(state.runs(job.layer, job.slab, job.hypers))
+            else:
+                self.kernel([state.piece(entry, job.gradient(entry), hyper) for entry, hyper in job.hypers.items()])
             end = time.perf_counter()
             self.worked += end - start
             if self.link.recorder is not None:
