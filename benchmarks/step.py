@@ -1,5 +1,4 @@
-"""One training step of a model at its real width, side by side: eager, Inductor with and without its mix-order reduction,
-graphopt.
+"""One training step of a model at its real width, side by side: eager, Inductor with and without mix-order, graphopt.
 
     python benchmarks/step.py [--models wan-1.3b,flux-dev,...] [--systems eager,graphopt] [--rep 1500] [--out FOLDER]
 
