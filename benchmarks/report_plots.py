@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 
 # the same picture for the same rows: no date, fixed ids
 matplotlib.rcParams["svg.hashsalt"] = "graphopt"
+matplotlib.rcParams["svg.fonttype"] = "none"
 COLOURS = {"graphopt": "#1b6ca8", "inductor_no_mix_order": "#d1803c", "eager": "#999999", "cudnn": "#5a9e6f",
            "flex": "#b05a7a", "reference": "#bbbbbb"}
 
