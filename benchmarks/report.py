@@ -1,4 +1,4 @@
-"""The benchmark page, from the result files alone: docs/benchmarks.md with its plots, and one self-contained HTML page.
+"""The benchmark page, from the result files alone: docs/benchmarks.md with plots, docs/papers.md, and one HTML page.
 
     python benchmarks/report.py [--html build/benchmarks.html]
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import report_plots as plots
 from _results import ROOT
+from report_papers import papers
 
 DOCS = ROOT.parent / "docs"
 Row = dict
@@ -263,8 +264,10 @@ def main() -> None:
     parser.add_argument("--html", type=Path)
     args = parser.parse_args()
     pictures = args.docs / "img"
-    text = markdown(Results(args.results), pictures)
+    results = Results(args.results)
+    text = markdown(results, pictures)
     (args.docs / "benchmarks.md").write_text(text)
+    (args.docs / "papers.md").write_text(papers(results))
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page(text, pictures))
