@@ -11,8 +11,8 @@ MISSING = "not measured"
 HEAD = """# The papers' figures beside ours
 
 graphopt implements two papers: AdaptiveLoad (mixed data, fused norms) and MegaSlide-DiT (layer streaming, 3D
-deformable sliding attention). Neither released its kernels, models or data, so a row compares a published figure with what the same
-idea gives here, on our machine, at the size named. Made by `python benchmarks/report.py`.
+deformable sliding attention). Neither released its kernels, models or data, so a row compares a published figure with
+what the same idea gives here, on our machine, at the size named. Made by `python benchmarks/report.py`.
 """
 
 
