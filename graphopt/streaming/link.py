@@ -24,6 +24,10 @@ class Link(Protocol):
     pin: bool
     recorder: Any  # timeline.Recorder while a timeline is made, else None
 
+    def overlap(self, on: bool) -> None:
+        """Off: copies take turns with the kernels, on their stream (to measure what overlap gains)."""
+        ...
+
     def stamp(self) -> Any:
         """A point in time of the compute stream, for a timeline."""
         ...
@@ -71,7 +75,7 @@ class CpuLink:
         self.device = torch.device("cpu")
 
     def overlap(self, on: bool) -> None:
-        """Nothing overlaps here."""
+        """See Link.  Nothing overlaps here."""
 
     def stamp(self) -> Any:
         """See Link."""
@@ -197,7 +201,7 @@ class CudaLink:
         self._up, self._down = self._streams
 
     def overlap(self, on: bool) -> None:
-        """Off: copies are queued on the default stream, one after the other with the kernels (to measure the gain)."""
+        """See Link."""
         one = torch.cuda.default_stream(self.device)
         self._up, self._down = self._streams if on else (one, one)
 

@@ -19,7 +19,8 @@ import torch
 
 from graphopt.errors import ConfigError
 
-In, Out = TypeVar("In"), TypeVar("Out")
+In = TypeVar("In")
+Out = TypeVar("Out")
 _here = threading.local()
 
 

@@ -26,8 +26,12 @@ def node_of(device: torch.device) -> int | None:
         name = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
         node = int((SYS / "bus/pci/devices" / name / "numa_node").read_text())
     except (OSError, ValueError, AttributeError) as error:
-        return _unknown(f"the NUMA node of {device} cannot be read ({error})")
-    return node if node in nodes() else _unknown(f"the system names no NUMA node for {device} ({node})")
+        _unknown(f"the NUMA node of {device} cannot be read ({error})")
+        return None
+    if node not in nodes():
+        _unknown(f"the system names no NUMA node for {device} ({node})")
+        return None
+    return node
 
 
 def nodes() -> dict[int, frozenset[int]]:

@@ -135,9 +135,9 @@ class HostAdamW(torch.optim.Optimizer):
         with torch.no_grad():
             for p in self._parameters():
                 if handles.entry_of(p) is None and p.grad is not None:
-                    in_place = clip is None or p.grad.dtype == torch.float32  # clipped where it is
-                    hyper = self._hyper(p, self.resident.steps(p) + 1, None if in_place else clip.coefficient)
-                    self.resident.update(p, hyper)
+                    # an fp32 gradient was clipped where it is
+                    scale = None if clip is None or p.grad.dtype == torch.float32 else clip.coefficient
+                    self.resident.update(p, self._hyper(p, self.resident.steps(p) + 1, scale))
                     entry = handles.member_of(p)
                     if entry is not None:
                         entry.layer.target += 1
