@@ -38,10 +38,11 @@ def main() -> None:
     model = build(a.width, a.layers)
     if a.system == "stream":
         graphopt.stream(model, "cuda" if GPU else "cpu", resident=[])
-    spent = [0.0]
+    spent, begun = [0.0], time.perf_counter()
 
     def timed(gm, example_inputs, **kwargs):
         start = time.perf_counter()
+        print(f"{a.system}: Dynamo gave {len(gm.graph.nodes)} nodes after {start - begun:.1f} s", flush=True)
         if a.system == "inductor":
             made = compile_fx(gm, example_inputs, config_patches={"triton.mix_order_reduction": False})
         else:

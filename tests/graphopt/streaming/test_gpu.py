@@ -10,19 +10,17 @@ import copy
 
 import pytest
 import torch
-from resident import OPTIONS, Recompute, checkpointed, differing, layers, loss_of, train
+from on_gpu import Reference, checkpointed_on_gpu, on_gpu, pair, same, streamed
+from resident import checkpointed, jitter, layers, loss_of, train
 from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
 from zoo import ZOO, liven
 
 import graphopt
-from graphopt.codegen.adamw import Hyper, update_
 from graphopt.streaming import attach
 from graphopt.streaming import checkpoint as checkpoints
-from graphopt.streaming.link import CudaLink
 
 pytestmark = pytest.mark.gpu
-ADAM = dict(lr=1e-2, weight_decay=0.1)
 UPDATES = ["deferred", "priority", "in_backward"]
 
 
@@ -34,72 +32,6 @@ def _exact():
     backends.enable_flash_sdp(False), backends.enable_mem_efficient_sdp(False), backends.enable_cudnn_sdp(False)
     yield
     backends.enable_flash_sdp(before[0]), backends.enable_mem_efficient_sdp(before[1]), backends.enable_cudnn_sdp(before[2])
-
-
-def on_gpu(values):
-    return pytree.tree_map(lambda x: x.cuda() if isinstance(x, torch.Tensor) else x, values)
-
-
-class Reference:
-    """AdamW of a resident model: on the host for its layers' own weights, on the device for all others."""
-
-    def __init__(self, model, ema=None, resident=()) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        uses: dict[int, int] = {}
-        for layer in layers(model):
-            for p in layer.parameters():
-                uses[id(p)] = uses.get(id(p), 0) + 1
-        outside = {id(p) for n, m in model.named_modules() if not any(n.startswith(f + ".") or n == f for f, x in model.named_modules() if x in layers(model))
-                   for p in m._parameters.values() if p is not None}
-        stay = {id(p) for name in resident for p in model.get_submodule(name).parameters()}
-        mine = [p for p in trained if uses.get(id(p)) == 1 and id(p) not in outside | stay]
-        self.pairs = [(p, torch.nn.Parameter(p.detach().cpu())) for p in mine]
-        self.rest = [(p, torch.zeros_like(p), torch.zeros_like(p)) for p in trained if not any(p is q for q in mine)]
-        self.opt = torch.optim.AdamW([q for _, q in self.pairs], **ADAM)
-        self.steps = 0
-        self.average = {id(p): p.detach().cpu().clone() for p in trained} if ema else None
-        self.ema = ema
-
-    def step(self) -> None:
-        self.steps += 1
-        for p, q in self.pairs:
-            q.grad = None if p.grad is None else p.grad.cpu()
-        self.opt.step()
-        flat = lambda t: t.detach().view(-1)
-        for p, m, v in self.rest:
-            if p.grad is not None:
-                update_(flat(p), None, flat(p.grad.contiguous()), flat(m), flat(v), Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, self.steps))
-        for p, q in self.pairs:
-            p.data.copy_(q)
-            if self.average:
-                self.average[id(p)].lerp_(q.detach(), 1 - self.ema)
-
-    def zero_grad(self) -> None:
-        for p, *_ in (*self.pairs, *self.rest):
-            p.grad = None
-
-
-def streamed(model, slots=2, update="deferred", slow=40, resident=(), **kwargs):
-    resident = resident if isinstance(resident, (int, str)) else list(resident)
-    graphopt.stream(model, "cuda", slots=slots, resident=resident, link=CudaLink(torch.device("cuda"), slow=slow))
-    opt = graphopt.HostAdamW(model.parameters(), **ADAM, update=update, kernel="torch", **kwargs)
-    return opt, torch.compile(model, backend="graphopt", options=OPTIONS)
-
-
-def same(a, b) -> None:
-    host = lambda m: {k: v.cpu() for k, v in m.state_dict().items()}
-    assert differing(host(a), host(b)) == {}
-
-
-def pair(change=lambda m: m, checkpoint=True, random=False, **settings):
-    """The resident model on the GPU, ready to train, and its twin on the host."""
-    model = TinyDiT(**{"layers": 7, "D": 32, **settings}).train()
-    twin = change(copy.deepcopy(model))
-    model = change(model).cuda()
-    if checkpoint:
-        for layer in layers(model):
-            checkpointed(layer, random)
-    return model, twin, on_gpu(inputs())
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -252,30 +184,6 @@ def test_dropout() -> None:
     same(b, a)
 
 
-def checkpointed_on_gpu(layer) -> None:
-    """As `checkpointed`, drawing the same random numbers of the GPU again."""
-    forward = layer.forward
-
-    def run(x, temb, rope):
-        state = torch.cuda.get_rng_state()
-        calls = []
-
-        def again(*flat):
-            now = torch.cuda.get_rng_state()
-            if calls:
-                torch.cuda.set_rng_state(state)
-            out = forward(*flat)
-            if calls:
-                torch.cuda.set_rng_state(now)
-            calls.append(1)
-            return out
-
-        again.parameters = list(layer.parameters())
-        return Recompute.apply(again, torch.zeros((), requires_grad=True), False, x, temb, rope)
-
-    layer.forward = run
-
-
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_resumed(update, tmp_path) -> None:
     a, b, x = pair()
@@ -308,6 +216,37 @@ def test_two_forwards_before_one_backward() -> None:
     opt, step = streamed(b, slots=3)
     assert train(step, opt, x, loss=loss) == want
     same(b, a)
+
+
+def test_layer_major() -> None:
+    a, b, x = pair()
+    batches = [x, on_gpu(inputs(seed=5))]
+    reference = Reference(a)
+    want = []
+    for i in range(4):
+        for k, z in enumerate(batches):
+            want += train_half(a, z, 10 * i + k)
+        reference.step()
+        reference.zero_grad()
+    opt, step = streamed(b)
+    engine, got, moved = attach.engine_of(b), [], []
+    for i in range(4):
+        before = engine.ring.uploads, engine.gradients.downloads
+        losses = graphopt.layer_major(lambda kz, i=i: loss_of(step, jitter(kz[1], 10 * i + kz[0])) / 2, list(enumerate(batches)))
+        sum(losses).backward()
+        got += [v.item() for v in losses]
+        opt.step()
+        opt.zero_grad()
+        moved.append((engine.ring.uploads - before[0], engine.gradients.downloads - before[1]))
+    assert got == want
+    same(b, a)
+    assert moved[1:] == [(2 * 7 - 2, 7)] * 3
+
+
+def train_half(model, x, seed):
+    loss = loss_of(model, jitter(x, seed)) / 2
+    loss.backward()
+    return [loss.item()]
 
 
 def test_sequence_lengths_and_validation() -> None:
