@@ -59,7 +59,8 @@ class CostFit:
 
     Args:
         form: "two_term", "power_law" or "symbolic".
-        coefficients: a, b, c (seconds, per token, per token^2) and d (per caption token, or absent); a, b, p; or a and theta_i (seconds per unit of term i).
+        coefficients: a, b, c (seconds, per token, per token^2) and d (per caption token, or absent); a, b, p; or a and
+            theta_i (seconds per unit of term i).
         terms: for "symbolic", the terms as sympy text in B, T, H, W (token grid), L.
         source: "measured", or "symbolic" for a model trace and a hardware description without any measurement.
         r2: coefficient of determination of the fit. mape: mean absolute relative error. max_error: the largest.

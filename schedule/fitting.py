@@ -34,9 +34,10 @@ def fit_cost(
     Args:
         runs: what `shape_benchmark` returned, or a sequence of dicts with B, T, H, W, L (or B, S) and `seconds`, and
             optionally `bytes`.  Shapes that ran out of memory are left out.
-        form: "two_term": a + b*B*S + c*B*S^2 + d*B*L (default; d where runs with captions and several B explain it). "power_law": a + b*B*S^p, AdaptiveLoad's. "symbolic":
-            a + theta_1 * (linear FLOPs) + theta_2 * (attention FLOPs) + theta_3 * (bytes moved), with `cost` in the
-            dimensions B, T, H, W, L of the token grid (`SymbolicCost.subs` converts latent sizes).
+        form: "two_term": a + b*B*S + c*B*S^2 (default), and d*B*L where runs with captions and several B show it.
+            "power_law": a + b*B*S^p, AdaptiveLoad's. "symbolic": a + theta_1 * (linear FLOPs) + theta_2 * (attention
+            FLOPs) + theta_3 * (bytes moved), with `cost` in the dimensions B, T, H, W, L of the token grid
+            (`SymbolicCost.subs` converts latent sizes).
         max_error: largest relative error of the mean allowed before the fit is refused.
         refuse: raise on a bad fit (False returns it, to look at its plot).
 

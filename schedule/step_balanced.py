@@ -19,7 +19,7 @@ from graphopt.errors import PlanInfeasible
 from graphopt.schedule import dealing
 from graphopt.schedule.balance import lpt, refine
 from graphopt.schedule.problem import OVER_COMPUTE, REPEATED, Leftover, Problem, Window, slot_numbers, split_sizes
-from graphopt.schedule.uneven import Units, chunk_steps, merge, regroup, waste
+from graphopt.schedule.uneven import Units, chunk_steps, joined, merge, only, regroup, waste
 
 GRAIN = 0.05  # a unit costs at most this fraction of a rank's step, if one sample does
 UNLEVEL = 0.02  # predicted waiting above which steps need no longer cost alike
@@ -179,15 +179,12 @@ def _balance(
     bad = waste(p, made, steps) > UNLEVEL
     if p.uneven and bad.any():
         chunk = chunk_steps(p.groups)
-        far = regroup(
-            p, *(x[bad[u_step // chunk]] for x in (u_step, u_shape, size)), steps, most, first,
-            tolerance=TOLERANCE, rounds=ROUNDS[:2],
-        )  # fmt: skip
-        far = exchange(p, *far, steps, most)
+        mine = bad[u_step // chunk]
+        far = regroup(p, u_step[mine], u_shape[mine], size[mine], steps, most, first, tolerance=TOLERANCE,
+                      rounds=ROUNDS[:2])  # fmt: skip
+        far = exchange(p, far, steps, most)
         better = bad & (waste(p, far, steps) < waste(p, made, steps))
-        kept, taken = ~better[made[0] // chunk], better[far[0] // chunk]
-        step, rank, shape_, size = (np.concatenate([x[kept], y[taken]]) for x, y in zip(made, far))
-        made = step, rank, shape_, size
+        made = joined([only(made, ~better[made[0] // chunk]), only(far, better[far[0] // chunk])])
         p.unlike.update([first] if better.any() else [])
         # Units have changed steps: rows follow, shape by shape.
         by_shape, wanted = np.argsort(shape, kind="stable"), _by_shape(made)
@@ -202,21 +199,17 @@ def lpt_and_exchange(
     rank = lpt(step, p.cost(shape, size * p.atom), steps, p.groups, p.speeds)
     units = step, rank, shape, size
     if not p.uneven:
-        return exchange(p, *units, steps, most)
+        return exchange(p, units, steps, most)
     hopeless = (waste(p, units, steps) > HOPELESS)[step // chunk_steps(p.groups)]
-    parts = [
-        exchange(p, *(x[which] for x in units), steps, most, turns)
+    return joined([
+        exchange(p, only(units, which), steps, most, turns)
         for which, turns in ((~hopeless, ROUNDS), (hopeless, ROUNDS[:1])) if which.any()
-    ]  # fmt: skip
-    step, rank, shape, size = (np.concatenate(x) for x in zip(*parts))
-    return step, rank, shape, size
+    ])  # fmt: skip
 
 
-def exchange(
-    p: Problem, step: np.ndarray, rank: np.ndarray, shape: np.ndarray, size: np.ndarray, steps: int, most: np.ndarray,
-    turns: tuple[int, ...] = ROUNDS,
-) -> Units:  # fmt: skip
+def exchange(p: Problem, units: Units, steps: int, most: np.ndarray, turns: tuple[int, ...] = ROUNDS) -> Units:
     """Exchange units between a step's ranks and merge those that meet."""
+    step, rank, shape, size = units
     for rounds in turns:
         cost = p.cost(shape, size * p.atom)
         rank = refine(step, rank, cost, steps, p.groups, p.speeds, tolerance=TOLERANCE, rounds=rounds)

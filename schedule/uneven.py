@@ -18,6 +18,18 @@ BINS = 512  # filled at once, in at least 16 and at most 64 steps: more find clo
 Units = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # step, rank, shape, size (in atoms)
 
 
+def joined(parts: list[Units]) -> Units:
+    """Units one behind the other."""
+    step, rank, shape, size = (np.concatenate(x) for x in zip(*parts))
+    return step, rank, shape, size
+
+
+def only(units: Units, which: np.ndarray) -> Units:
+    """Some of the units."""
+    step, rank, shape, size = (x[which] for x in units)
+    return step, rank, shape, size
+
+
 def chunk_steps(groups: int) -> int:
     """Steps whose samples may change places."""
     return int(np.clip(BINS // groups, 16, 64))
@@ -66,7 +78,7 @@ def regroup(
         order = np.argsort(mixed, axis=1)
         new = order[chunk, row[chunk, bins]] + chunk * w + start
         parts.append((new.astype(np.int32), rank[chunk, bins].astype(np.int32), shapes, sizes))
-    return tuple(np.concatenate(x) for x in zip(*parts))  # type: ignore[return-value]
+    return joined(parts)
 
 
 def _fill(
