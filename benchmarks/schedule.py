@@ -150,7 +150,7 @@ def simulated() -> list[dict]:
 
 
 def capped() -> list[dict]:
-    """Data C at 2, 8 and 64 ranks: many videos have about the cap's length, so steps alike cannot be level at tau 1.3."""
+    """Data C at 2, 8 and 64 ranks: many videos are about as long as the cap: steps alike cannot be level at tau 1.3."""
     rows = []
     for ranks, count in ((2, 16_000), (8, 30_000), (64, 60_000)):
         samples = data.data_c(count)
