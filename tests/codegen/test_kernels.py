@@ -1,30 +1,28 @@
 """The generated kernels against fp64, under Triton's interpreter or on a GPU, through their operators and autograd.
 
-Error rule (relative L2 against fp64 eager): bf16 and fp16 results at most 1.25x the error of eager in that dtype, fp32
-ones at most max(1e-5, 1.25x eager's); gradients the same, in the dtype of their leaf.  Every buffer starts as NaN.
+The error rule is that of accuracy.py.  Every buffer starts as NaN.  The whole matrix of fusions, widths, batches, lengths
+and dtypes is a program of its own: benchmarks/kernel_matrix.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+import accuracy
 import pytest
 import torch
+from accuracy import DTYPES, compare, moved, run
 from operator_forms import FORMS, Form, attributes, call, chain, leaves, operands, plain, with_leaves
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphopt.codegen import kernels, layout
+from graphopt.codegen import layout
 from graphopt.codegen.form import FUSIONS
 
 pytestmark = pytest.mark.kernel
 
 WIDTHS = [1, 3, 17, 64, 1152, 1536, 2240, 3072, 4096, 5120, 20000]
-DTYPES = {
-    "bf16": (torch.bfloat16, torch.bfloat16), "bf16-fp32": (torch.bfloat16, torch.float32),
-    "fp16-fp32": (torch.float16, torch.float32), "fp32": (torch.float32, torch.float32),
-    "fp32-bf16": (torch.float32, torch.bfloat16),
-}
 # what a model has: F1, F2, F2a, F3, several outputs, RMS sandwich
 MAIN = ["norm_modulate", "gate_norm_modulate"]
 USUAL = ["norm_modulate", "gate_norm_modulate", "gate_norm", "gate_residual", "norm_modulates",
@@ -32,88 +30,14 @@ USUAL = ["norm_modulate", "gate_norm_modulate", "gate_norm", "gate_residual", "n
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned() -> Iterator[None]:
     """Every buffer starts as NaN, so an element no kernel wrote shows."""
-    empty = torch.empty
-
-    def nan(*args, **kwargs):
-        out = empty(*args, **kwargs)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(kernels.torch, "empty", nan)
+    with accuracy.poisoned():
+        yield
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    if got.numel() == 0:
-        return 0.0
     return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
-
-
-def limit(dtype: torch.dtype, eager: float) -> float:
-    return max(1e-5 if dtype == torch.float32 else 1e-6, 1.25 * eager)
-
-
-def moved(t: dict, device: str, mean: float = 0.0) -> dict:
-    """Operands of the test's device; factors are strided chunks of one buffer, as in a model; x has this mean."""
-    t = with_leaves(t, [v.detach().to(device) for v in leaves(t)])
-    t["x"] = (t["x"] + mean).to(t["x"].dtype)
-    for i in range(len(t["modulation"])):
-        t["modulation"][i] = strided(0.3 * t["modulation"][i])
-    if t["gate"] is not None:
-        t["gate"] = strided(0.3 * t["gate"])
-    return with_leaves(t, [v.requires_grad_() for v in leaves(t)])
-
-
-def strided(v: Tensor) -> Tensor:
-    """The same values as the middle third of a larger buffer."""
-    return torch.cat([v, v, v], -1).chunk(3, -1)[1] if v.dim() > 1 else v
-
-
-def gradients(outs: list[Tensor], t: dict, cotangents: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(outs, leaves(t), [c.to(o.dtype) for o, c in zip(outs, cotangents)]))
-
-
-def compare(form: Form, trials: list[dict], dtype: torch.dtype) -> None:
-    """The rule of the module, over the trials together (a few elements alone would measure luck)."""
-    sums: dict[str, list[float]] = {}  # name -> squared error, squared error of eager, squared norm
-    dtypes: dict[str, torch.dtype] = {}
-    for t in trials:
-        outs = call(form, t, *attributes(form, dtype), engine="triton")
-        cotangents = [torch.randn(o.shape).to(o.device, o.dtype) for o in outs]
-        got = gradients(outs, t, cotangents)
-        truth_t = with_leaves(t, [v.detach().double().requires_grad_() for v in leaves(t)])
-        truth = chain(form, truth_t)
-        rough_t = with_leaves(t, [v.detach().clone().requires_grad_() for v in leaves(t)])
-        rough = chain(form, rough_t)
-        want, rough_grads = gradients(truth, truth_t, cotangents), gradients(rough, rough_t, cotangents)
-        for o in outs:
-            assert (o.dtype, o.is_contiguous()) == (dtype, True)
-        for leaf, g in zip(leaves(t), got, strict=True):
-            assert (g.shape, g.dtype) == (leaf.shape, leaf.dtype)
-            assert torch.isfinite(g).all()
-        if t["x"].shape[-1] == 1:  # a norm over one channel amplifies the rounding of dy * gain by 1 / sqrt(eps)
-            got = want = rough_grads = []
-        triples = [(f"output {i}", *v) for i, v in enumerate(zip(outs, truth, [r.to(dtype) for r in rough], strict=True))]
-        triples += [(f"gradient {i}", *v) for i, v in enumerate(zip(got, want, rough_grads, strict=True))]
-        for name, a, b, c in triples:
-            dtypes[name] = a.dtype
-            each = [(v.double() - b).square().sum().item() for v in (a, c)] + [b.square().sum().item()]
-            sums[name] = [p + q for p, q in zip(sums.get(name, [0.0, 0.0, 0.0]), each)]
-    for name, (ours, eager, size) in sums.items():
-        if size > 0:
-            ours, eager = (ours / size) ** 0.5, (eager / size) ** 0.5
-            assert ours <= limit(dtypes[name], eager), f"{name}: {ours:.3e}, eager {eager:.3e}"
-
-
-def run(form: Form, B: int, S: int, D: int, dtypes: str, device: str, mean: float = 0.0) -> None:
-    dtype, factors = DTYPES[dtypes]
-    width = lambda size: D if size == 7 else B if size == 2 else S if size == 6 else size
-    form = replace(form, layout=tuple(map(width, form.layout)))
-    trials = []
-    for seed in range(min(8, -(-600 // D))):  # the gradient of a vector has D elements
-        torch.manual_seed(seed)
-        trials.append(moved(operands(form, dtype, factors, (B, S, D)), device, mean))
-    compare(form, trials, dtype)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -152,23 +76,6 @@ def test_dtypes(fusion: str, B: int, S: int, dtypes: str, device: str, poisoned:
 def test_large_mean(fusion: str, D: int, device: str, poisoned: None) -> None:
     """A variance from E[x^2] - E[x]^2, or padded lanes in it, would be off by far more."""
     run(plain(fusion), 1, 5, D, "fp32", device, mean=1e3)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("D", WIDTHS)
-@pytest.mark.parametrize("fusion", list(FUSIONS))
-def test_matrix(fusion: str, D: int, dtypes: str, device: str, poisoned: None) -> None:
-    """Every batch size and length; the interpreter skips what takes it minutes."""
-    for B in (1, 2, 3):
-        for S in (0, 1, 77, 4095):
-            if device == "cpu" and B * S * max(D, 500) > 250_000:
-                continue
-            if B * S * D > 9e7:  # eager in fp64 takes ten times as much, and several processes share the GPU
-                continue
-            run(plain(fusion), B, S, D, dtypes, device)
-    for mean in (1e3, -1e3):
-        run(plain(fusion), 2, 9, D, dtypes, device, mean)
 
 
 @pytest.mark.parametrize("reduction", ["one_pass", "two_pass"])
