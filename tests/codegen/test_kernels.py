@@ -87,51 +87,6 @@ def test_two_reductions(form: Form, reduction: str, device: str, monkeypatch, po
     run(form, 2, 13, 200, "fp32", device)
 
 
-# -- numerics="eager" --------------------------------------------------------------------------------
-
-EAGER = [replace(plain(n), affine=False) for n in ("norm_modulate", "gate_norm_modulate", "gate_norm", "gate_residual")]
-EAGER += [replace(plain("norm_modulate"), norm="rms_norm", outputs="scale"), plain("norm_modulates"),
-          replace(plain("branch_norm_gate"), activation="identity")]
-
-
-def ulp(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """One unit in the last place of values of a dtype."""
-    exponent = torch.frexp(v.double().abs().clamp_min(torch.finfo(dtype).tiny)).exponent
-    return torch.ldexp(torch.full_like(v, torch.finfo(dtype).eps / 2, dtype=torch.float64), exponent)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", EAGER, ids=str)
-def test_eager_numerics(form: Form, dtype: torch.dtype, device: str) -> None:
-    """Within one ulp per source op: of n (times the gain), of the product, of the sum; h where nothing is normed: equal."""
-    name = str(dtype).removeprefix("torch.")
-    points = ("branch_norm", "activated", "gated", "residual", "norm", "gain", "product")
-    rounding = " ".join(f"{p}={name}" for p in points)
-    for seed in range(5):
-        torch.manual_seed(seed)
-        t = moved(operands(form, dtype, dtype, (2, 6, 96)), device)
-        got = call(form, t, *attributes(form, dtype, rounding=rounding), engine="triton")
-        want = chain(form, t)
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert (a.dtype, b.dtype) == (dtype, dtype)
-            if FUSIONS[form.fusion].front == "gate" and i == 0:
-                assert torch.equal(a, b)
-                continue
-            # values of the chain are below 16; an op's ulp is that of what it returned
-            bound = 3 * ulp(b, dtype) + 3 * ulp(torch.full_like(b, 2.0), dtype)
-            assert ((a.double() - b.double()).abs() <= bound).all()
-
-
-def test_eager_numerics_do_not_contract(device: str) -> None:
-    """x + g * b in fp32 with the product rounded first: an fma would keep the digits that the rounding drops."""
-    form = plain("gate_residual")
-    t = operands(form, torch.float32, torch.float32, (2, 6, 64))
-    t = with_leaves(t, [v.detach().to(device) for v in leaves(t)])
-    t["x"] = -(t["gate"] * t["branch"])
-    (exact,) = call(form, t, *attributes(form, torch.float32, rounding="gated=float32 residual=float32"), engine="triton")
-    assert (exact == 0).all()
-
-
 # -- layouts -----------------------------------------------------------------------------------------
 
 
