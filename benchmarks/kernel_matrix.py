@@ -1,18 +1,18 @@
-"""Every kernel against fp64 eager over the whole matrix: fusions x widths x batches x lengths x dtypes, and means of 1e3.
+"""Every kernel against fp64 eager over the whole matrix: fusions, widths, batches, lengths, dtypes, means of 1e3.
 
-    python benchmarks/kernel_matrix.py [--workers 8] [--seconds 600] [--state FILE] [--out FOLDER]        on a GPU
-    TRITON_INTERPRET=1 python benchmarks/kernel_matrix.py --workers 1                                     under the interpreter
+    python benchmarks/kernel_matrix.py [--workers 8] [--seconds 600] [--state FILE] [--out FOLDER]
+    TRITON_INTERPRET=1 python benchmarks/kernel_matrix.py --workers 1
 
-A GPU runs the full cross with five seeds, every case twice (the second must give the same bits).  The interpreter takes
-5 to 130 ms for a row, so it runs a covering design with one seed (more where D is small): every (fusion, width, dtypes)
-meets every batch size with 0 and 1 rows, one batch size with 77 rows and one sign of the mean, so that every pair out of
-fusion, width and dtypes meets all three batch sizes with 77 rows; every fusion, every width, every pair of dtypes and
-every batch size meets 4,095 rows at least once.  At the widest, 77 rows are left to every fusion and every pair of dtypes
-once.
+A GPU runs the full cross with five seeds, every case twice (the second must give the same bits).  The interpreter
+takes 5 to 130 ms for a row, so it runs a covering design with one seed (more where D is small): every (fusion, width,
+dtypes) meets every batch size with 0 and 1 rows, one batch size with 77 rows and one sign of the mean, so that every
+pair out of fusion, width and dtypes meets all three batch sizes with 77 rows; every fusion, every width, every pair of
+dtypes and every batch size meets 4,095 rows at least once.  At the widest, 77 rows meet every fusion and every pair of
+dtypes once.
 
-A row: fusion, dtypes; runs (compared cases), failed, and the tensor that came nearest to its limit: `worst` is its error
-divided by the limit (1 is the limit), `worst_at` says where.  Cells already in the state file are not run again; exit code
-1 if a case failed or a cell is missing.
+A row: fusion, dtypes; runs (compared cases), failed, and the tensor that came nearest to its limit: `worst` is its
+error divided by the limit (1 is the limit), `worst_at` says where.  Cells already in the state file are not run again;
+exit code 1 if a case failed or a cell is missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "codegen"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import accuracy  # noqa: E402
 import conftest  # noqa: E402, F401  (mends the interpreter's rounding)
 import torch  # noqa: E402
 from _results import commit, save  # noqa: E402
@@ -215,7 +214,8 @@ def main() -> None:
             if len(rows) % 20 == 0:
                 print(f"{len(rows)} cells, {time.time() - since:.0f} s", flush=True)
     table = summary(rows, full=device == "cuda")
-    save("kernel_matrix" if device == "cuda" else "kernel_matrix_interpreter", table, ("fusion", "dtypes"), {}, args.out)
+    name = "kernel_matrix" if device == "cuda" else "kernel_matrix_interpreter"
+    save(name, table, ("fusion", "dtypes"), {}, args.out)
     failed = sum(len(r["failed"]) for r in table)
     missing = sum(r["cells_wanted"] - r["cells"] for r in table)
     print(f"{sum(r['runs'] for r in table)} runs, {failed} failed, {missing} cells missing, worst "

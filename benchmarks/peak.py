@@ -1,11 +1,11 @@
-"""A training step of a Wan-shaped model on a GPU: how far every gradient is from fp32 eager, and what lives at the peak.
+"""A training step of a Wan-shaped model: how far every gradient is from fp32 eager, and what lives at the peak.
 
     python benchmarks/peak.py [--layers 4] [--grid 1x21x30x52] [--systems ...] [--seeds 3] [--out FOLDER]
 
 Rows of peak.json, one per system: peak_gib of a step; `mean` and `worst`, the contract of a whole model
-(tests/models/contract.py): our error to fp32 eager in units of bf16 eager's, geometric mean over tensors and the largest;
-`alive`, the tensors at the peak by what wrote them: [MiB, how many, shape and dtype, kernel].  The history of the
-allocator is replayed to find them; what was allocated before the step is `before_mib`.
+(tests/models/contract.py): our error to fp32 eager in units of bf16 eager's, geometric mean over tensors and the
+largest; `alive`, the tensors at the peak by what wrote them: [MiB, how many, shape and dtype, kernel].  The history of
+the allocator is replayed to find them; what was allocated before the step is `before_mib`.
 
 Systems: eager, inductor (mix-order reduction off, where it is wrong), graphopt, graphopt_all (select="all").
 """

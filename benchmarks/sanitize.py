@@ -2,9 +2,10 @@
 
     python benchmarks/sanitize.py [--workers 8] [--tools memcheck,racecheck] [--out FOLDER]
 
-Every form of tests/codegen/operator_forms.py at small odd widths, and every fusion at widths of each configuration (one
-warp, several, sub-blocks, ring, chunks), forward, backward and second stage, with one pass and with two, numerics="eager"
-once.  Each tensor has an allocation of its own (no caching allocator), so memcheck sees an access one element past its end.
+Every form of tests/codegen/operator_forms.py, and every fusion at odd widths and at those of each configuration (one
+warp, several, sub-blocks, ring, chunks), forward, backward and second stage, with one pass and with two,
+numerics="eager" once. Each tensor has an allocation of its own (no caching allocator), so memcheck sees an access
+past its end.
 A row: tool, calls (operators run forward and backward), kernels (different sources), errors, seconds.
 """
 
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ def calls() -> list:
 def run(first: int, step: int) -> None:
     """Every step-th call."""
     import torch
-    from operator_forms import attributes, call, leaves, operands, with_leaves
+    from operator_forms import attributes, call, leaves, operands, sized, with_leaves
 
     from graphopt.codegen import store
 
@@ -58,8 +58,7 @@ def run(first: int, step: int) -> None:
     count = 0
     for form, shape, dtype, factors, rounding, reduction in calls()[first::step]:
         os.environ["GRAPHOPT_REDUCTION"] = reduction
-        width = lambda size: shape[2] if size == 7 else shape[0] if size == 2 else shape[1] if size == 6 else size
-        form = replace(form, layout=tuple(map(width, form.layout)))
+        form = sized(form, shape)
         t = operands(form, dtype, factors, shape)
         t = with_leaves(t, [v.detach().cuda().requires_grad_() for v in leaves(t)])
         outs = call(form, t, *attributes(form, dtype, rounding), engine="triton")
@@ -87,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--slice", default="", help="i/n: run every n-th call in this process (what the tool is started on)")
+    parser.add_argument("--slice", default="", help="i/n: run every n-th call here, as the tool starts it")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.slice:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from operator_forms import Form, attributes, call, chain, leaves, operands, with_leaves
+from operator_forms import Form, attributes, call, chain, leaves, operands, sized, with_leaves
 from torch import Tensor
 
 from graphopt.codegen import kernels
@@ -136,15 +136,14 @@ def trials_of(form: Form, B: int, S: int, D: int, dtypes: str, device: str, mean
               seeds: int = 0) -> tuple[Form, Iterator[dict]]:
     """A form at these sizes, and operands of it by seed: at least so many that the gradient of a vector has 600 elements."""
     dtype, factors = DTYPES[dtypes]
-    width = lambda size: D if size == 7 else B if size == 2 else S if size == 6 else size
-    sized = replace(form, layout=tuple(map(width, form.layout)))
+    form = sized(form, (B, S, D))
 
     def trials() -> Iterator[dict]:
         for seed in range(max(seeds, min(8, -(-600 // D)))):
             torch.manual_seed(seed)
-            yield moved(operands(sized, dtype, factors, (B, S, D), device), device, mean)
+            yield moved(operands(form, dtype, factors, (B, S, D), device), device, mean)
 
-    return sized, trials()
+    return form, trials()
 
 
 def run(form: Form, B: int, S: int, D: int, dtypes: str, device: str, mean: float = 0.0) -> None:

@@ -70,6 +70,12 @@ FORMS = [
 ]
 
 
+def sized(form: Form, shape: tuple[int, ...]) -> Form:
+    """The form for x of another shape [B, S, D]: its factors' sizes follow."""
+    B, S, width = shape
+    return replace(form, layout=tuple({D: width, 2: B, 6: S}.get(size, size) for size in form.layout))
+
+
 def operands(form: Form, dtype: torch.dtype = torch.float64, factors: torch.dtype | None = None,
              shape: tuple[int, ...] = (2, 6, D), device: str = "cpu") -> dict[str, Any]:
     """Random operands by name, `modulation` as a list; None for what the form has not."""

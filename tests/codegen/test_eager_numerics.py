@@ -11,7 +11,20 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from accuracy import moved
-from operator_forms import BRANCH_EPS, EPS, Form, _norm, attributes, call, chain, leaves, operands, plain, with_leaves
+from operator_forms import (
+    BRANCH_EPS,
+    EPS,
+    Form,
+    _norm,
+    attributes,
+    call,
+    chain,
+    leaves,
+    operands,
+    plain,
+    sized,
+    with_leaves,
+)
 from torch import Tensor
 
 from graphopt.codegen.form import FUSIONS, split_outputs
@@ -103,8 +116,7 @@ def bounds(form: Form, t: dict, dtype: torch.dtype) -> list[Bound]:
 
 def check(form: Form, dtype: torch.dtype, shape: tuple[int, int, int], device: str) -> None:
     rounding = " ".join(f"{p}={str(dtype).removeprefix('torch.')}" for p in POINTS)
-    width = lambda size: shape[2] if size == 7 else shape[0] if size == 2 else shape[1] if size == 6 else size
-    form = replace(form, layout=tuple(map(width, form.layout)))
+    form = sized(form, shape)
     for seed in range(5):
         torch.manual_seed(seed)
         t = moved(operands(form, dtype, dtype, shape), device)

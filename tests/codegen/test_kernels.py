@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt.codegen import layout
-from graphopt.codegen.form import FUSIONS
 
 pytestmark = pytest.mark.kernel
 

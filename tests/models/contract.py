@@ -79,7 +79,7 @@ def run(f: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], seed: i
     torch.manual_seed(seed)  # DiT drops class labels
     out = f(**inputs, return_dict=False)[0]
     generator = torch.Generator().manual_seed(seed)
-    out.backward(torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.dtype))
+    out.backward(torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.device, out.dtype))
     return {"output": out.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -101,7 +101,7 @@ def truth(twin: nn.Module, inputs: dict[str, Any], seed: int = 7, cotangent: tor
     if out.dtype != torch.float64:
         raise TypeError(f"the reference's output is {out.dtype}: something narrowed it")
     generator = torch.Generator().manual_seed(seed)
-    out.backward(torch.randn(out.shape, dtype=torch.float64, generator=generator).to(cotangent).double())
+    out.backward(torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.device, cotangent).double())
     return {"output": out.detach()} | {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
 
 
@@ -196,6 +196,7 @@ def measure(
     return verdict
 
 
-def fresh_inputs(entry: Any, dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Any]]:
+def fresh_inputs(entry: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Iterator[dict[str, Any]]:
     """Endless batches for a model of the zoo that was built with seed 0."""
-    return (entry.build(dtype, seed)[1] for seed in itertools.count())
+    move = lambda v: v.to(device) if isinstance(v, torch.Tensor) else v
+    return (tree_map(move, entry.build(dtype, seed)[1]) for seed in itertools.count())
