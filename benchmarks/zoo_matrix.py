@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import os
 import queue
 import sys
 import time
@@ -26,6 +27,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA before workers fork
 
 import torch
 from _results import save
