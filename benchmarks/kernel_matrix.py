@@ -36,7 +36,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU 
 
 import conftest  # noqa: E402, F401  (mends the interpreter's rounding)
 import torch  # noqa: E402
-from _results import commit, save  # noqa: E402
+from _results import commit, save, triton_version  # noqa: E402
 from accuracy import DTYPES, measure, poisoned, trials_of  # noqa: E402
 from operator_forms import plain  # noqa: E402
 
@@ -45,7 +45,8 @@ from graphopt.codegen.form import FUSIONS  # noqa: E402
 WIDTHS = (1, 3, 17, 64, 1152, 1536, 2240, 3072, 4096, 5120, 20000)
 BATCHES, LENGTHS, MEANS = (1, 2, 3), (0, 1, 77, 4095), (1e3, -1e3)
 MEAN_SHAPE = (2, 9)
-COMMIT = commit()  # what was imported, whatever is checked out later
+# what was imported, whatever is checked out later
+MADE = dict(commit=commit(), torch=torch.__version__, triton=triton_version())
 # GPU memory of one case in bytes per element of x: fp64 eager with its autograd, eager, ours
 BYTES = 260
 Cell = tuple[str, int, str]
@@ -124,7 +125,7 @@ def run_cell(cell: Cell, device: str, memory: Memory) -> dict[str, Any]:
                 torch.cuda.empty_cache()
                 memory.give(taken)
         row["runs"] += 1
-    return row | dict(seconds=round(time.perf_counter() - start, 2), commit=COMMIT)
+    return row | dict(seconds=round(time.perf_counter() - start, 2), **MADE)
 
 
 def work(device: str, wanted: list[Cell], place: Any, end: float, memory: Memory, results: Any) -> None:
@@ -176,7 +177,8 @@ def summary(rows: list[dict[str, Any]], full: bool) -> list[dict[str, Any]]:
                 fusion=fusion, code=FUSIONS[fusion].code, dtypes=dtypes, design="full" if full else "covering",
                 cells=len(mine), cells_wanted=len(WIDTHS), runs=sum(r["runs"] for r in mine),
                 failed=[f for r in mine for f in r["failed"]], worst=worst["worst"], worst_at=worst["worst_at"],
-                commits=sorted({r["commit"] for r in mine}), seconds=round(sum(r["seconds"] for r in mine), 1),
+                made={k: sorted({r[k] for r in mine if r.get(k)}) for k in MADE},
+                seconds=round(sum(r["seconds"] for r in mine), 1),
             ))
     return out
 
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this long")
     parser.add_argument("--only", default="", help="cells whose `fusion D dtypes` contains this")
+    parser.add_argument("--narrow-first", action="store_true", help="the shortest cells first")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "kernel_matrix.jsonl")
     parser.add_argument("--memory", type=float, default=60.0, help="GiB of GPU memory for all workers")
     parser.add_argument("--out", type=Path)
@@ -196,6 +199,8 @@ def main() -> None:
     rows = [json.loads(line) for line in lines]
     have = {(r["fusion"], r["D"], r["dtypes"]) for r in rows}
     wanted = [c for c in cells() if c not in have and args.only in " ".join(map(str, c))]
+    if args.narrow_first:
+        wanted.reverse()
     print(f"{len(have)} cells known, {len(wanted)} to run on {device}", flush=True)
     end, memory = time.time() + args.seconds, Memory(int(args.memory * 2**30))
     start = multiprocessing.get_context("fork")  # CUDA is not touched before: workers need not import again

@@ -102,5 +102,5 @@ def test_resources() -> None:
 @pytest.mark.parametrize("target", ["sm80", "sm90", "sm100", "gfx942"])
 @pytest.mark.parametrize("kind", [{}, {"factors": "bf16"}, {"dtype": "fp32"}, {"layout": "token"}], ids=str)
 def test_resources_of_the_whole_matrix(target: str, kind: dict) -> None:
-    widths = [1, 64, 1152, 1536, 2240, 3072, 4096, 5120, 20000] if not kind else [1536, 5120]
+    widths = [1, 3, 17, 64, 1152, 1536, 2240, 3072, 4096, 5120, 20000] if not kind else [1536, 5120]
     check(resources([target], widths, list(FUSIONS), **kind))
