@@ -90,8 +90,19 @@ def specs(
     return [replace(spec, target=target) for spec in out]
 
 
-@cache
 def compile_for(spec: KernelSpec, target: str) -> Resources:
     """Compile one kernel; CodegenError with the compiler's text if that fails."""
+    found = outcome(spec, target)
+    if isinstance(found, CodegenError):
+        raise CodegenError(found.what, where=found.where, remedy=found.remedy)
+    return found
+
+
+@cache
+def outcome(spec: KernelSpec, target: str) -> Resources | CodegenError:
+    """What compiling one kernel gave.  A failure is kept too: 80 equal sites wait for a hanging compiler once."""
     config = configure(spec)
-    return compiler.shared().compile(compiler.unit_of(spec, config, emit(spec, config)), target)
+    try:
+        return compiler.shared().compile(compiler.unit_of(spec, config, emit(spec, config)), target)
+    except CodegenError as error:
+        return error

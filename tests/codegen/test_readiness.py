@@ -70,11 +70,11 @@ def test_spec_refuses_a_width_without_kernel() -> None:
 
 @pytest.fixture
 def fresh_compiler():
-    readiness.compile_for.cache_clear()
+    readiness.outcome.cache_clear()
     compiler.shared().stop()
     yield
     compiler.shared().stop()
-    readiness.compile_for.cache_clear()
+    readiness.outcome.cache_clear()
 
 
 @pytest.mark.parametrize(("worker", "message"), [
@@ -108,7 +108,7 @@ def test_sub_blocks_cover_the_row(cap: int) -> None:
             assert sum(blocks) <= 1.25 * D
 
 
-def graph():
+def graph(D: int = 64, sites: int = 1):
     graphs = []
 
     def backend(gm, inputs):
@@ -116,14 +116,48 @@ def graph():
         return gm.forward
 
     def f(x, s, b):
-        return F.layer_norm(x, (64,)) * (1 + s) + b
+        for _ in range(sites):
+            x = torch.tanh(F.layer_norm(x, (D,)) * (1 + s) + b)
+        return x
 
-    torch.compile(f, backend=backend)(torch.randn(2, 64, 64, requires_grad=True), torch.randn(2, 1, 64), torch.randn(2, 1, 64))
+    torch._dynamo.reset()
+    torch.compile(f, backend=backend)(torch.randn(2, 3, D, requires_grad=True), torch.randn(2, 1, D), torch.randn(2, 1, D))
     return graphs[0]
 
 
-def context(warnings: list[str], **settings):
-    return pipeline.PassContext(rules=catalogue.select(None), select="all", target="sm90", warn=warnings.append, **settings)
+def context(warnings: list[str], target: str = "sm90", **settings):
+    return pipeline.PassContext(rules=catalogue.select(None), select="all", target=target, warn=warnings.append, **settings)
+
+
+@pytest.mark.parametrize(("D", "target", "reason"), [
+    (65537, "sm90", "no kernel for D = 65537: supported are 1 to 65536"),
+    (64, "tpu9", "unknown target 'tpu9'"),
+])
+def test_what_has_no_kernel_falls_back_with_one_warning(D: int, target: str, reason: str) -> None:
+    """Two sites that cannot be built: both are left to the compiler with the reason, one warning, or an error."""
+    gm, warnings = graph(D, sites=2), []
+    record = adaln.AdaLN().run(gm, context(warnings, target=target))
+    assert [s.status for s in record.sites] == ["declined", "declined"]
+    assert all(reason in s.reason for s in record.sites)
+    assert len(warnings) == 1
+    assert reason in warnings[0]
+    assert not any("graphopt" in str(n.target) for n in gm.graph.nodes)
+    with pytest.raises(CodegenError, match=reason.replace("(", "")):
+        adaln.AdaLN().run(graph(D), context([], target=target, on_error="raise"))
+
+
+def test_a_hanging_compiler_is_waited_for_once(tmp_path, monkeypatch, fresh_compiler) -> None:
+    """Three sites with the same kernel: one time limit, one warning, three reasons."""
+    broken = tmp_path / "worker.py"
+    broken.write_text("import os, time; open(os.environ['STARTED'], 'a').write('x'); time.sleep(60)")
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+    monkeypatch.setattr(compiler, "WORKER", broken)
+    monkeypatch.setattr(compiler, "LIMIT_S", 1.0)
+    warnings = []
+    record = adaln.AdaLN().run(graph(sites=3), context(warnings))
+    assert [s.status for s in record.sites] == ["declined"] * 3
+    assert len(warnings) == 1
+    assert (tmp_path / "started").read_text() == "x"
 
 
 def test_a_rewrite_for_a_gpu_that_is_not_here() -> None:
@@ -134,7 +168,7 @@ def test_a_rewrite_for_a_gpu_that_is_not_here() -> None:
 
 
 def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(monkeypatch) -> None:
-    readiness.compile_for.cache_clear()
+    readiness.outcome.cache_clear()
     monkeypatch.setattr(emit_base.Base, "columns", lambda self: self("c_0 = tl.no_such_thing(0)"))
     gm, warnings = graph(), []
     record = adaln.AdaLN().run(gm, context(warnings))
@@ -145,7 +179,7 @@ def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(monkeypatch)
     assert not any("graphopt" in str(n.target) for n in gm.graph.nodes)
     with pytest.raises(CodegenError, match="no_such_thing"):
         adaln.AdaLN().run(graph(), context([], on_error="raise"))
-    readiness.compile_for.cache_clear()
+    readiness.outcome.cache_clear()
 
 
 def test_without_triton_the_reference_runs(monkeypatch, caplog) -> None:
