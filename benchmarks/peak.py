@@ -7,7 +7,8 @@ Rows of peak.json, one per system: peak_gib of a step; `mean` and `worst`, the c
 largest; `alive`, the tensors at the peak by what wrote them: [MiB, how many, shape and dtype, kernel].  The history of
 the allocator is replayed to find them; what was allocated before the step is `before_mib`.
 
-Systems: eager, inductor (mix-order reduction off, where it is wrong), graphopt, graphopt_all (select="all").
+Systems: eager, inductor (mix-order reduction off, where it is wrong), graphopt, graphopt_all (select="all"); to
+compare, graphopt_own (results in memory of their own, not over dying gradients) and graphopt_half (half the programs).
 """
 
 from __future__ import annotations
@@ -32,8 +33,21 @@ import contract
 SYSTEMS = ("inductor", "graphopt", "graphopt_all", "eager")
 
 
+def change(system: str) -> None:
+    """Switch off what a variant of graphopt does without."""
+    from graphopt import backend
+    from graphopt.codegen import kernels
+
+    if system == "graphopt_own":
+        backend.reuse_gradients.reuse = lambda graph: 0
+        backend.version = lambda module: f"own {module.__name__}"  # Inductor's cache must know
+    if system == "graphopt_half":
+        kernels.multiprocessors = lambda device: 66
+
+
 def compiled(model: torch.nn.Module, system: str) -> Any:
     torch._dynamo.reset()
+    change(system)
     if system == "eager":
         return model
     if system == "inductor":
@@ -126,7 +140,7 @@ def main() -> None:
     del wide
     gc.collect()
     torch.cuda.empty_cache()
-    for system in args.systems.split(","):
+    for system in args.systems.split(","):  # variants last: they are not undone
         f, row = compiled(model, system), dict(model="wan-1.3b", grid=args.grid, layers=args.layers, system=system)
         try:
             verdict = contract.Verdict()

@@ -162,8 +162,8 @@ class AdaLN:
             place = source.where(match.root) or match.root.name
             reason = f"its kernel does not compile for {target}: {error.what}"
             if all(site.reason != reason for site in record.sites):
-                context.warn(f"{source.fqn(match.root)} ({place}): {error.what}; the site, and others with this kernel, "
-                             "are left to Inductor")
+                context.warn(f"{source.fqn(match.root)} ({place}): {error.what}; the site is left to Inductor, as are "
+                             "others with this kernel")
             record.dropped.append(match.root.name)
             return reason
 
