@@ -28,7 +28,7 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gradients(f, m, x, t, dtype=torch.bfloat16) -> contract.Result:
     m.zero_grad()
-    x, t = (v.to(dtype).requires_grad_() for v in (x, t))
+    x, t = (v.detach().clone().to(dtype).requires_grad_() for v in (x, t))
     out = f(x, t)
     out.backward(torch.ones_like(out) * torch.arange(D, device="cuda").to(dtype) / D)
     found = {"output": out.detach(), "x": x.grad, "t": t.grad}
