@@ -1,6 +1,6 @@
 """Can the kernels of a site be used on a target?  Asked before the graph is changed, so that one site can fall back.
 
-Two answers: a reason in words when the layout or a dtype has no kernel yet, and CodegenError when a kernel should
+Two answers: a reason in words when a dtype has no kernel, and CodegenError when a kernel should
 exist and does not compile.  Compiling needs no GPU.
 """
 
@@ -46,11 +46,7 @@ def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: 
         return "the width is not known at compile time: no kernel"
     if not 1 <= D <= MAX_D:
         raise CodegenError(f"no kernel for D = {D}: supported are 1 to {MAX_D}", remedy="leave this site to Inductor")
-    try:
-        wanted = specs(values, attributes, training, target)
-    except ValueError as error:
-        return f"layout: {error}"
-    for spec in wanted:
+    for spec in specs(values, attributes, training, target):
         compile_for(spec, target)
     return None
 

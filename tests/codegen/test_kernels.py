@@ -17,7 +17,6 @@ from operator_forms import FORMS, Form, attributes, call, chain, leaves, operand
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphopt.codegen import layout
 
 pytestmark = pytest.mark.kernel
 
@@ -153,19 +152,21 @@ def test_factor_layouts(scale: tuple, gate: tuple, device: str) -> None:
     compare(form, [t], torch.float32)
 
 
-def test_dimensions_that_do_not_merge(device: str) -> None:
-    """Three indices per group: the one layout that is copied."""
-    form = plain("norm_modulate")
-    x = torch.randn(2, 3, 2, 3, 2, 3, 16, device=device).permute(4, 1, 2, 3, 0, 5, 6).requires_grad_()
-    scale = torch.randn(2, 1, 2, 1, 2, 1, 16, device=device, requires_grad=True)
-    with pytest.raises(ValueError, match="more than two indices"):
-        layout.plan(x, {"x": x}, {"scale": scale})
-    shift = torch.randn(16, device=device, requires_grad=True)
-    t = operands(form, torch.float32) | {"x": x, "modulation": [scale, shift]}
-    with pytest.raises(ValueError, match="more than two indices"):  # three interleaved groups: not even then
-        compare(form, [t], torch.float32)
-    t["modulation"][0] = torch.randn(2, 3, 1, 1, 1, 1, 16, device=device, requires_grad=True)
-    compare(form, [t], torch.float32)
+@pytest.mark.parametrize("gate", [(2, 1, 2, 1, 2, 1, 16), (1, 3, 1, 3, 1, 3, 16), (2, 3, 2, 3, 2, 3, 16), (16,)], ids=str)
+@pytest.mark.parametrize("scale", [(2, 1, 2, 1, 2, 1, 16), (1, 3, 1, 1, 1, 3, 16), (2, 3, 1, 1, 1, 1, 16)], ids=str)
+def test_dimensions_that_do_not_merge(scale: tuple, gate: tuple, device: str) -> None:
+    """Six leading dimensions, permuted, factors that vary in every other: three indices per group and per row, no copy."""
+    form = plain("gate_norm_modulate")
+    turn = lambda v: v.permute(4, 1, 2, 3, 0, 5, 6)
+    new = lambda *s: torch.randn(*s, device=device)
+    x, branch = (turn(new(2, 3, 2, 3, 2, 3, 16)).requires_grad_() for _ in range(2))
+    g, s, t = (new(*shape).requires_grad_() for shape in (gate, scale, (16,)))
+    operands_ = operands(form, torch.float32) | {"x": x, "branch": branch, "gate": g, "modulation": [s, t]}
+    with Copies() as copies:
+        outs = call(form, operands_, *attributes(form, torch.float32), engine="triton")
+        torch.autograd.grad(outs, leaves(operands_), [torch.ones_like(o) for o in outs])
+    assert copies.seen == []
+    compare(form, [operands_], torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 24), (0, 5, 24)])

@@ -48,9 +48,16 @@ def test_eager_numerics_compile() -> None:
 
 def test_what_has_no_kernel_says_why() -> None:
     assert "float64: no kernel" in readiness.check(values(dtype=torch.float64), ATTRIBUTES, "sm90", True)
-    assert "two indices" in readiness.check(
-        values() | dict(x=torch.empty(2, 3, 2, 3, 2, 3, 64, device="meta", dtype=torch.bfloat16), branch=None, gate=None,
-                        scale=torch.empty(2, 1, 2, 1, 2, 1, 64, device="meta")), ATTRIBUTES, "sm90", True)
+
+
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+def test_six_dimensions_that_do_not_merge_compile(target: str) -> None:
+    x = torch.empty(2, 3, 2, 3, 2, 3, 64, device="meta", dtype=torch.bfloat16).permute(4, 1, 2, 3, 0, 5, 6)
+    scale = torch.empty(2, 1, 2, 1, 2, 1, 64, device="meta")
+    wide = values() | dict(x=x, branch=None, gate=None, scale=scale)
+    assert readiness.check(wide, ATTRIBUTES, target, True) is None
+    assert "two indices" not in str(readiness.specs(wide, ATTRIBUTES, True))
+    assert max(s.group_dims for s in readiness.specs(wide, ATTRIBUTES, True)) == 3
 
 
 def test_a_width_without_kernel() -> None:
