@@ -17,7 +17,6 @@ from operator_forms import FORMS, Form, attributes, call, chain, leaves, operand
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 pytestmark = pytest.mark.kernel
 
 WIDTHS = [1, 3, 17, 64, 1152, 1536, 2240, 3072, 4096, 5120, 20000]
