@@ -134,8 +134,12 @@ class Base:
 
     def column_of(self, tensor: str, i: int) -> str:
         """Offsets of the columns of a tensor."""
-        column = f"c_{i}[None, :]" if self.tile else f"c_{i}"
-        return f"{column} * {tensor}_column" if "+column" in self.spec.layout(tensor) else column
+        column = self.column(tensor, i)
+        return f"({column})[None, :]" if self.tile and " " in column else f"{column}[None, :]" if self.tile else column
+
+    def column(self, tensor: str, i: int) -> str:
+        """Offsets of the columns of a row; times a stride they need 64 bits."""
+        return f"c_{i}.to(tl.int64) * {tensor}_column" if "+column" in self.spec.layout(tensor) else f"c_{i}"
 
     # -- loads and stores ------------------------------------------------------------------------
 
@@ -147,14 +151,13 @@ class Base:
         if place == "dense":
             offset = f"row[:, None] * {s.D}" if self.tile else f"row * {s.D}"
         elif place == "vector":
-            return f"{name} + {f'c_{i} * {tensor}_column' if '+column' in s.layout(tensor) else f'c_{i}'}"
+            return f"{name} + {self.column(tensor, i)}"
         else:
             indices = [x for x in s.indices if place == "rows" or x.startswith("g")]
             named = {x: f"{x}[:, None]" if self.tile and x.startswith("n") else variable(x) for x in indices}
             offset = " + ".join(f"{named[x]} * {tensor}_{x}" for x in indices)
             if place == "group":
-                column = f"c_{i} * {tensor}_column" if "+column" in s.layout(tensor) else f"c_{i}"
-                return f"{name} + {offset} + {column}"
+                return f"{name} + {offset} + {self.column(tensor, i)}"
         return f"{name} + {offset} + {self.column_of(tensor, i)}"
 
     def load(self, tensor: str, i: int) -> str:

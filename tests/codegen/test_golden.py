@@ -66,11 +66,13 @@ def test_only_tl_and_literals(name: str) -> None:
 
 
 def resources(targets: list[str], widths: list[int], fusions: list[str], **kind) -> dict[str, list[int]]:
-    wanted = [(t, u) for t in targets for f in fusions for D in widths for u in units(example(f, D, target=t, **kind))]
-    rows = compile_all(wanted, min(2, os.cpu_count() or 1))
+    """Key -> [registers, spills, shared memory].  The fusion is in the key: F1 and F2r have a backward of one name."""
+    wanted = [(f, t, u) for t in targets for f in fusions for D in widths for u in units(example(f, D, target=t, **kind))]
+    rows = compile_all([(t, u) for _, t, u in wanted], min(2, os.cpu_count() or 1))
     assert [r for r in rows if "error" in r] == []
     tag = "".join(f" {k}={v}" for k, v in kind.items())
-    return {f"{r['target']} {r['kernel']} D={r['D']}{tag}": [r["registers"], r["spills"], r["shared"]] for r in rows}
+    return {f"{r['target']} {FUSIONS[f].code} {r['kernel']} D={r['D']}{tag}": [r["registers"], r["spills"], r["shared"]]
+            for r, (f, _, _) in zip(rows, wanted, strict=True)}
 
 
 def check(found: dict[str, list[int]]) -> None:
