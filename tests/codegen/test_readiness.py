@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from graphopt.codegen import compiler, emit_base, readiness
-from graphopt.codegen.configure import cut
+from graphopt.codegen.configure import configure, cut
+from graphopt.codegen.emit import emit
+from graphopt.codegen.examples import example
 from graphopt.codegen.form import OPERANDS
 from graphopt.codegen.spec import KernelSpec
 from graphopt.errors import CodegenError
@@ -58,6 +60,22 @@ def test_six_dimensions_that_do_not_merge_compile(target: str) -> None:
     assert readiness.check(wide, ATTRIBUTES, target, True) is None
     assert "two indices" not in str(readiness.specs(wide, ATTRIBUTES, True))
     assert max(s.group_dims for s in readiness.specs(wide, ATTRIBUTES, True)) == 3
+
+
+def test_more_shared_memory_than_the_target_has_is_an_error(monkeypatch) -> None:
+    """Triton compiles such a kernel for a GPU that is not here; only a launch would fail."""
+    (spec,) = [s for s in readiness.specs(values(5120), ATTRIBUTES, True) if s.direction == "backward"]
+    unit = compiler.unit_of(spec, configure(spec), emit(spec, configure(spec)))
+    assert compiler.shared().compile(unit, "sm90").shared > 32 * 1024
+    monkeypatch.setattr(compiler, "shared_limit", lambda target: 32 * 1024)
+    with pytest.raises(CodegenError, match=r"needs \d+ bytes of shared memory; sm90 has 32768"):
+        compiler.shared().compile(unit, "sm90")
+
+
+def test_many_per_token_factors_fit() -> None:
+    """Five rows and three fp32 factors per token, D = 5120: the ring alone would fit into 227 KB, its scratch would not."""
+    specs = example("gate_norm_modulates", 5120, layout="token", target="sm90")
+    assert [readiness.compile_for(s, "sm90").shared <= 227 * 1024 for s in specs] == [True] * len(specs)
 
 
 def test_a_width_without_kernel() -> None:

@@ -38,7 +38,7 @@ def rewritten(f, kinds: set[str]):
     def ran() -> None:
         report = graphopt.report(compiled)
         assert {k for k in ("modulate", "gate") if report.count(k, "rewritten") == 1} == kinds
-        assert "triton" in str(report.to_json())
+        assert all(kernel.sources for kernel in report.kernels)  # generated, not the reference
 
     return compiled, ran
 

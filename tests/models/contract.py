@@ -169,6 +169,9 @@ class Verdict:
 def same_form(got: Result, eager: Result) -> None:
     """Raise AssertionError unless dtypes, shapes and strides are eager's."""
     assert got.keys() == eager.keys(), got.keys() ^ eager.keys()
+    for side, tensors in (("eager", eager), ("compiled", got)):
+        bad = [n for n, t in tensors.items() if not torch.isfinite(t).all()]
+        assert not bad, f"{side} is not finite: {bad[:5]} and {len(bad[5:])} more"
     for n in got:
         form = [(t.dtype, t.shape, t.stride()) for t in (got[n], eager[n])]
         assert form[0] == form[1], (n, *form)
