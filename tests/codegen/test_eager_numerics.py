@@ -1,7 +1,8 @@
 """numerics="eager": every op of the source may be one unit in the last place of its result off, and no more.
 
 `Bound` runs the source op by op in its own dtype and carries, per element, how far a value may be from eager's when each
-op before it was off by one ulp; sums, products and norms hand on the error of what they read.
+op before it was off by one ulp; sums, products and norms hand on the error of what they read.  Both sides compute an op
+in fp32, a norm with weight and bias as one op: where `xhat * weight + bias` cancels, fp32's own error is counted too.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def norm(b: Bound, kind: str, weight: Tensor | None, bias: Tensor | None, eps: f
     handed_on = 1.05 * rstd * (b.off + mean + hat.abs() * (hat.abs() * b.off).mean(-1, keepdim=True))
     if weight is not None:
         handed_on = handed_on * weight.double().abs()
+        inside = (hat * weight).abs() + (0.0 if bias is None else bias.double().abs())
+        handed_on = handed_on + 8 * torch.finfo(torch.float32).eps * inside
         if kind == "rms_norm":  # written as two ops
             handed_on = handed_on + ulp(hat, dtype) * weight.double().abs()
     return b.rounded(result, handed_on, dtype)
