@@ -166,12 +166,17 @@ class Verdict:
         return f"mean {self.mean:.3f} (1 +- {self.uncertainty:.3f}, {self.batches} batches), worst {most:.2f} at {name}"
 
 
+def finite(side: str, tensors: Result) -> None:
+    """Raise AssertionError where a tensor has a value that is not finite."""
+    bad = [n for n, t in tensors.items() if not torch.isfinite(t).all()]
+    assert not bad, f"{side} is not finite: {len(bad)} of {len(tensors)} tensors, {', '.join(bad[:4])}"
+
+
 def same_form(got: Result, eager: Result) -> None:
     """Raise AssertionError unless dtypes, shapes and strides are eager's."""
     assert got.keys() == eager.keys(), got.keys() ^ eager.keys()
-    for side, tensors in (("eager", eager), ("compiled", got)):
-        bad = [n for n, t in tensors.items() if not torch.isfinite(t).all()]
-        assert not bad, f"{side} is not finite: {bad[:5]} and {len(bad[5:])} more"
+    finite("eager", eager)
+    finite("compiled", got)
     for n in got:
         form = [(t.dtype, t.shape, t.stride()) for t in (got[n], eager[n])]
         assert form[0] == form[1], (n, *form)
@@ -193,6 +198,7 @@ def measure(
         same_form(got, want)
         true = truth(twin, inputs, seed, want["output"].dtype)
         assert true.keys() == got.keys(), true.keys() ^ got.keys()
+        finite("fp64", true)
         verdict.add(errors(got, true), errors(want, true))
         if seed + 1 >= most or (seed + 1 >= least and verdict.uncertainty <= uncertainty):
             break
