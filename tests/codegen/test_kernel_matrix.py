@@ -6,6 +6,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import accuracy
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -56,9 +57,9 @@ def test_one_cell(device: str, monkeypatch) -> None:
 @pytest.mark.kernel
 def test_a_wrong_kernel_is_seen(device: str, monkeypatch) -> None:
     """An error of a hundredth in one output of one case is a failed case with its place."""
-    call = matrix.accuracy.call
+    call = accuracy.call
     monkeypatch.setattr(matrix, "cases", lambda cell, full: [(1, 5, 0.0)])
-    monkeypatch.setattr(matrix.accuracy, "call", lambda *a, **k: [1.01 * o for o in call(*a, **k)])
+    monkeypatch.setattr(accuracy, "call", lambda *a, **k: [1.01 * o for o in call(*a, **k)])
     row = matrix.run_cell(("norm_modulate", 17, "fp32"), device, matrix.Memory(2**30))
     assert row["failed"]
     assert "D=17 B=1 S=5 output 0" in row["failed"][0]

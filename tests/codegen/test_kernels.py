@@ -151,10 +151,15 @@ def test_factor_layouts(scale: tuple, gate: tuple, device: str) -> None:
     compare(form, [t], torch.float32)
 
 
-@pytest.mark.parametrize("gate", [(2, 1, 2, 1, 2, 1, 16), (1, 3, 1, 3, 1, 3, 16), (2, 3, 2, 3, 2, 3, 16), (16,)], ids=str)
-@pytest.mark.parametrize("scale", [(2, 1, 2, 1, 2, 1, 16), (1, 3, 1, 1, 1, 3, 16), (2, 3, 1, 1, 1, 1, 16)], ids=str)
+SIX = [(2, 1, 2, 1, 2, 1, 16), (1, 3, 1, 3, 1, 3, 16), (2, 3, 2, 3, 2, 3, 16), (2, 3, 1, 1, 1, 1, 16), (16,)]
+
+
+@pytest.mark.parametrize("gate", SIX, ids=str)
+@pytest.mark.parametrize("scale", SIX, ids=str)
 def test_dimensions_that_do_not_merge(scale: tuple, gate: tuple, device: str) -> None:
     """Six leading dimensions, permuted, factors that vary in every other: three indices per group and per row, no copy."""
+    if device == "cpu" and (SIX.index(scale) + 2 * SIX.index(gate)) % 5 != 2:
+        pytest.skip("a fifth of the pairs under the interpreter")
     form = plain("gate_norm_modulate")
     turn = lambda v: v.permute(4, 1, 2, 3, 0, 5, 6)
     new = lambda *s: torch.randn(*s, device=device)
