@@ -45,7 +45,7 @@ class Resources:
 
 def gpu_target(target: str) -> tuple[str, int | str, int]:
     """Triton's description of a target: backend, architecture, warp size.  CodegenError for one it does not know."""
-    if found := re.fullmatch(r"sm_?(\d+)", target):
+    if (found := re.fullmatch(r"sm_?(\d+)", target)) and int(found[1]) >= 75:
         return "cuda", int(found[1]), 32
     if re.fullmatch(r"gfx[0-9a-f]+", target):
         return "hip", target, 64 if target.startswith("gfx9") else 32

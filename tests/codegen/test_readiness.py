@@ -83,9 +83,10 @@ def test_a_width_without_kernel() -> None:
         readiness.check(values(65537), ATTRIBUTES, "sm90", True)
 
 
-def test_unknown_target() -> None:
+@pytest.mark.parametrize("target", ["tpu9", "sm12", "gfx", ""])
+def test_unknown_target(target: str) -> None:
     with pytest.raises(CodegenError, match="sm80, sm90, sm100 or gfx942"):
-        compiler.gpu_target("tpu9")
+        compiler.gpu_target(target)
 
 
 def test_spec_refuses_a_width_without_kernel() -> None:
