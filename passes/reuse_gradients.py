@@ -31,7 +31,7 @@ def reuse(graph: fx.Graph) -> int:
         if call is None or not call.name.endswith("_backward") or not call.module.startswith("graphopt_kernels."):
             continue
         arguments = dict(call.arguments)
-        arrived = [n for name, n in arguments.items() if name.rstrip("0123456789") in ("DY", "DH")]
+        arrived = [n for name, n in arguments.items() if name.startswith(("DY", "DH"))]
         dying = [n for n in arrived if dies(n, node, last)]
         dying = [n for n in dying if sum(m is n for m in arguments.values()) == 1]
         for name in RESULTS:
