@@ -79,9 +79,11 @@ def check(found: dict[str, list[int]]) -> None:
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {"kernels": {}, "spills": {}}
     if UPDATE:
         table["triton"] = version("triton")
-        table["kernels"] = dict(sorted((table["kernels"] | found).items()))
-        TABLE.write_text(json.dumps(table, indent=0).replace("[\n", "[").replace(",\n", ", ").replace("\n]", "]")
-                         .replace("], ", "],\n").replace("{", "{\n").replace('", "', '",\n"') + "\n")
+        table["kernels"] |= found
+        lines = {part: ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(table[part].items()))
+                 for part in ("spills", "kernels")}
+        TABLE.write_text(f'{{\n"triton": "{table["triton"]}",\n"spills": {{\n{lines["spills"]}\n}},\n'
+                         f'"kernels": {{\n{lines["kernels"]}\n}}\n}}\n')
     if table["triton"] != version("triton"):
         pytest.skip(f"the table is of triton {table['triton']}")
     for name, (registers, spills, shared) in found.items():
