@@ -45,15 +45,15 @@ def test_kernels(grid, C, out, device) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x, *rest = sample(grid, C, out, dtype=dtype, device=device)
     wide = [t.double() for t in (x, *rest)]
-    y = head.triton_forward(x, *rest, *grid)
-    Y = head.reference_forward(*wide, *grid)
+    y, u = head.triton_forward(x, *rest, *grid)
+    Y, kept = head.reference_forward(*wide, *grid)
     limit = 4e-3 if device == "cuda" else 1e-5
     error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
     assert y.dtype == torch.float32
     assert error(y, Y) < limit
     dy = torch.randn_like(y)
-    got, again = (head.triton_backward(dy, x, *rest[:3], *grid) for _ in range(2))
-    want = head.reference_backward(dy.double(), *wide[:4], *grid)
+    got, again = (head.triton_backward(dy, x, u, *rest[:3], *grid) for _ in range(2))
+    want = head.reference_backward(dy.double(), wide[0], kept, *wide[1:4], *grid)
     for a, b, c in zip(got, want, again):
         assert error(a, b) < limit
         assert torch.equal(a, c)
