@@ -76,26 +76,31 @@ def flex_times(grid: Triple, window: Triple) -> dict[str, float]:
     return rivals.flex(*rivals.inputs(grid, HEADS, 128, BF), grid, window)
 
 
-def measure(grid: Triple, window: Triple, kind: str, systems: tuple[str, ...] = (), errors: bool = True, D: int = 128,
-            dtype: torch.dtype = BF) -> list[dict[str, Any]]:
-    """One shape: forward, backward and both of every system."""
+def ours(grid: Triple, window: Triple, kind: str, sampled: bool, errors: bool, D: int,
+         dtype: torch.dtype) -> tuple[dict[str, dict[str, float]], dict[str, float] | None, str]:
+    """Times of graphopt and, if asked, of grid_sample; errors; the engine."""
     leaves, dy = rivals.inputs(grid, HEADS, D, dtype)
     offsets = rivals.make_offsets(kind, grid, HEADS)
     mine = leaves + ([] if offsets is None else [offsets.requires_grad_()])
     ms = {"graphopt": rivals.timed(
         lambda: graphopt.dsa.video_attention(*leaves, offsets, grid=grid, window=window), mine, dy)}
-    error = error_of(leaves, dy, offsets, grid, window) if errors else None
-    if "reference" in systems:
+    if sampled:
         ms["reference"] = rivals.timed(lambda: rivals.sampled(*leaves, offsets, grid, window), mine, dy)
-    choice = graphopt.dsa.explain(leaves[0], offsets, grid=grid, window=window)
-    del leaves, dy, offsets, mine
+    error = error_of(leaves, dy, offsets, grid, window) if errors else None
+    return ms, error, graphopt.dsa.explain(leaves[0], offsets, grid=grid, window=window).engine
+
+
+def measure(grid: Triple, window: Triple, kind: str, systems: tuple[str, ...] = (), errors: bool = True, D: int = 128,
+            dtype: torch.dtype = BF) -> list[dict[str, Any]]:
+    """One shape: forward, backward and both of every system."""
+    ms, error, engine = ours(grid, window, kind, "reference" in systems, errors, D, dtype)
     if "cudnn" in systems and not TINY:
         ms["cudnn"] = dense_times(grid)
     if "flex" in systems and not TINY:
         ms["flex"] = flex_times(grid, window)
     common = {"what": "attention", "tokens": math.prod(grid), "grid": list(grid), "window": list(window),
-              "heads": HEADS, "head_dim": D, "dtype": str(dtype).removeprefix("torch."), "offsets": kind,
-              "engine": choice.engine}
+              "heads": HEADS, "head_dim": D, "dtype": "float32" if TINY else str(dtype).removeprefix("torch."),
+              "offsets": kind, "engine": engine}
     rows = []
     for direction in DIRECTIONS:
         times = {name: t[direction] for name, t in ms.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def crossover(ours: list[tuple[int, float]], dense: list[tuple[int, float]]) -> 
     """Tokens from which ours is faster, linear between measured sizes on logarithmic axes; None if never or always."""
     other = dict(dense)
     both = [(n, math.log(t / other[n])) for n, t in ours if n in other]
-    for (a, x), (b, y) in zip(both, both[1:]):
+    for (a, x), (b, y) in pairwise(both):
         if x > 0 >= y:
             return math.exp(math.log(a) + (math.log(b) - math.log(a)) * x / (x - y))
     return None

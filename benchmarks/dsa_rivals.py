@@ -71,14 +71,14 @@ def median(f: Callable[[], Any], rep: int = 60) -> float:
 
 def timed(f: Callable[[], torch.Tensor], leaves: list[torch.Tensor], dy: torch.Tensor) -> dict[str, float]:
     """Forward without a graph, backward of a kept graph, and both."""
-    out = {}
     with torch.no_grad():
-        out["forward"] = median(f)
-    y = f()
-    out["backward"] = median(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
-    del y
-    out["both"] = median(lambda: torch.autograd.grad(f(), leaves, dy))
-    return out
+        forward = median(f)
+    return {"forward": forward, "backward": _backward(f(), leaves, dy),
+            "both": median(lambda: torch.autograd.grad(f(), leaves, dy))}
+
+
+def _backward(y: torch.Tensor, leaves: list[torch.Tensor], dy: torch.Tensor) -> float:
+    return median(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
 
 
 def dense(leaves: list[torch.Tensor], dy: torch.Tensor) -> dict[str, float]:
