@@ -6,7 +6,8 @@
     python benchmarks/dsa.py --plot                  results/<machine>/dsa.png from the saved rows
 
 offsets: none (fixed window), zero (offsets that are all 0), smooth (uniform noise of +-(1, 2, 2) tokens on control
-points every 5 x 10 x 13 tokens or so, trilinear between), rough (every 2.5 x 4 x 4.6).  Milliseconds are medians, end
+points every 5 x 10 x 13 tokens or so, trilinear between), rough (every 2.5 x 4 x 4.6), noise (every token by itself),
+wild (every token by itself, up to a quarter of the grid).  Milliseconds are medians, end
 to end through autograd; the backward includes the gradient of the offsets.  Errors are relative L2 norms against fp64
 over all queries and keys of one head.
 """
@@ -197,6 +198,7 @@ def cases() -> dict[str, list[tuple[str, Callable[[], list[dict[str, Any]]]]]]:
     table = [one(g, w, "smooth", rivalry) for w in (K7, K3) for g in BARS]
     table += [one(g, w, "rough") for w in (K7, K3) for g in BARS]
     kinds = [one(g, K7, k) for k in ("none", "zero") for g in BARS] + [one(BARS[0], K3, "none")]
+    kinds += [one(BARS[0], w, k) for k in ("noise", "wild") for w in (K7, K3)]
     if not TINY:
         kinds += [one(BARS[0], K7, "smooth", D=d) for d in (64, 96)] + [one(BARS[0], K7, "smooth", dtype=torch.float16)]
         kinds += [one(BARS[0], w, "smooth") for w in ((5, 9, 9), (7, 13, 13))]

@@ -19,13 +19,18 @@ once = False  # run everything a single time: fills the compilers' caches
 
 
 def make_offsets(kind: str, grid: Triple, heads: int) -> torch.Tensor | None:
-    """[1, heads, N, 3]: none, zero, or noise of +-(1, 2, 2) tokens on control points, trilinear between."""
+    """[1, heads, N, 3]: none, zero, noise of +-(1, 2, 2) tokens on control points, trilinear between (smooth, rough) or
+    on every token (noise), or of a quarter of the grid on every token (wild).
+    """
     N = math.prod(grid)
     if kind == "none":
         return None
     if kind == "zero":
         return torch.zeros(1, heads, N, 3, device=DEVICE)
     torch.manual_seed(0)
+    if kind in ("noise", "wild"):
+        reach = (1.0, 2.0, 2.0) if kind == "noise" else tuple(n / 4 for n in grid)
+        return (torch.rand(1, heads, N, 3, device=DEVICE) * 2 - 1) * torch.tensor(reach, device=DEVICE)
     points = [n // s + 2 for n, s in zip(grid, SPACING[kind])]
     control = torch.rand(heads, 3, *points, device=DEVICE) * 2 - 1
     field = F.interpolate(control, size=grid, mode="trilinear", align_corners=True)
