@@ -118,8 +118,8 @@ def explain(q: Tensor, offsets: Tensor | None = None, *, grid: Grid, window: Gri
             boundary: str = "inside") -> engines.Choice:
     """Which engine a call would use, and why: `.engine`, `.reason`.
 
-    No attention is computed and q may be a meta tensor.  Offsets with values are measured: the reason tells how far they
-    pull the windows of neighbouring queries apart, which is what makes a field of offsets slow.
+    No attention is computed and q may be a meta tensor.  Offsets with values are measured: the reason tells how far
+    they pull the windows of neighbouring queries apart, which is what makes a field of offsets slow.
     """
     choice = _choice(q, offsets, grid, window, boundary, engines.target_of(q.device))
     if choice.engine in ("fused", "lattice") and type(offsets) in (Tensor, torch.nn.Parameter) and not offsets.is_meta:
