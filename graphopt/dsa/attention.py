@@ -122,7 +122,8 @@ def explain(q: Tensor, offsets: Tensor | None = None, *, grid: Grid, window: Gri
     they pull the windows of neighbouring queries apart, which is what makes a field of offsets slow.
     """
     choice = _choice(q, offsets, grid, window, boundary, engines.target_of(q.device))
-    if choice.engine in ("fused", "lattice") and type(offsets) in (Tensor, torch.nn.Parameter) and not offsets.is_meta:
+    real = offsets is not None and type(offsets) in (Tensor, torch.nn.Parameter) and not offsets.is_meta
+    if offsets is not None and real and choice.engine in ("fused", "lattice"):
         return engines.Choice(choice.engine, f"{choice.reason}; {scatter.measure(offsets, grid, window)}")
     return choice
 
