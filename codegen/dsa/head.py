@@ -39,13 +39,13 @@ class Walk:
     rows: int  # strips of a program
     warps: int
     programs: int  # a plane is spread over at most this many
-    channels: int = 64  # two a thread, one warp a strip
+    words: int = 32  # pairs of channels: one a thread, one warp a strip
 
     def launch(self, H: int, W: int, C: int) -> tuple[int, int, int]:
         """(programs over a plane, programs over channels, tiles per program)."""
         tiles = -(-(-(-H // self.strip[0]) * -(-W // self.strip[1])) // self.rows)
         steps = -(-tiles // self.programs)
-        return -(-tiles // steps), -(-C // self.channels), steps
+        return -(-tiles // steps), -(-C // (2 * self.words)), steps
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,29 @@ def reference_backward(dy: Tensor, x: Tensor, kept: Tensor, weight: Tensor, bias
 
 @cache
 def _walks(name: str, strip: head_emit.Strip) -> Any:
-    make = head_emit.convolution_source if name == "head_convolve" else head_emit.backward_input_source
-    return getattr(store.load(name, head_emit.HEADER.format(*strip) + make(strip)), name)
+    return getattr(store.load(name, head_emit.module(name, strip)), name)
 
 
 def _taps(weight: Tensor) -> Tensor:
-    """Weights as the kernels read them, [27, C] in fp32."""
+    """Weights as the kernels read them, [27, 2, C / 2] in fp32: the even channels, then the odd ones."""
     C = weight.shape[0]
-    return torch.empty((27, C), dtype=torch.float32, device=weight.device).copy_(weight.reshape(C, 27).T)
+    new = torch.empty((27, 2, C // 2), dtype=torch.float32, device=weight.device)
+    return new.copy_(weight.reshape(C // 2, 2, 27).permute(2, 1, 0))
 
 
-def _rows_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _walk(kernel: str, walk: Walk, tensors: tuple[Tensor, ...], x: Tensor, grid: tuple[int, int, int]) -> None:
+    """Launch a convolution kernel; it reads x in words of two channels."""
+    B, _, C = x.shape
+    rows, columns, steps = walk.launch(grid[1], grid[2], C)
+    _walks(kernel, walk.strip)[(rows, columns, B)](
+        *tensors, *grid, steps, x.stride(0) // 2, x.stride(1) // 2, C, walk.rows, walk.words, x.dtype == torch.float16,
+        _ptx(), num_warps=walk.warps, num_stages=1)
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """x, copied unless its tokens are whole 32-bit words."""
+    whole = x.stride(-1) == 1 and all(s % 2 == 0 for s in (x.stride(0), x.stride(1), x.storage_offset()))
+    return x if whole else x.contiguous()
 
 
 def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
@@ -134,12 +145,10 @@ def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, 
     from graphopt.codegen.dsa import head_kernels
 
     B, N, C = x.shape
-    x, out = _rows_last(x), out_weight.shape[0]
+    x, out = _in_words(x), out_weight.shape[0]
     u = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    rows, columns, steps = FORWARD.launch(H, W, C)
-    _walks("head_convolve", FORWARD.strip)[(rows, columns, B)](
-        x, _taps(weight), bias, u, T, H, W, steps, x.stride(0), x.stride(1), C, FORWARD.rows, FORWARD.channels,
-        num_warps=FORWARD.warps, num_stages=1)
+    even_odd = bias.float().view(C // 2, 2).T.contiguous()
+    _walk("head_convolve", FORWARD, (x, _taps(weight), even_odd, u), x, (T, H, W))
     y = torch.empty((B, N, out), dtype=torch.float32, device=x.device)
     head_kernels.head_linear[(-(-B * N // LINEAR.rows),)](
         u, out_weight.to(x.dtype).contiguous(), out_bias, y, B * N, C, out, _padded(out), LINEAR.rows, LINEAR.channels,
@@ -162,25 +171,22 @@ def triton_backward(dy: Tensor, x: Tensor, u: Tensor, weight: Tensor, bias: Tens
     from graphopt.codegen.dsa import head_kernels
 
     B, N, C = x.shape
-    x, out = _rows_last(x), out_weight.shape[0]
+    x, out = _in_words(x), out_weight.shape[0]
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)  # noqa: E731
     blocks = -(-B * N // SLOPE.rows)
     steps = -(-blocks // SLOPE.programs)
     programs = -(-blocks // steps)
-    du, sums, last = torch.empty_like(u), new(programs, out, C), new(programs, out)
+    du, sums = torch.empty_like(u), new(programs, out, C)
     head_kernels.head_slope[(programs, -(-C // SLOPE.channels))](
-        u, dy.contiguous(), out_weight.to(x.dtype).contiguous(), du, sums, last, B * N, steps, C, out, _padded(out),
-        SLOPE.rows, SLOPE.channels, _ptx(), num_warps=SLOPE.warps, num_stages=SLOPE.stages)
-    rows, columns, steps = BACKWARD.launch(H, W, C)
+        u, dy.to(x.dtype).contiguous(), out_weight.to(x.dtype).contiguous(), du, sums, B * N, steps, C, out, _padded(out),
+        SLOPE.rows, SLOPE.channels, SLOPE.stages, _ptx(), num_warps=SLOPE.warps)
     dx = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    partial = new(B * rows, head_emit.SUMS, C)
-    _walks("head_backward_input", BACKWARD.strip)[(rows, columns, B)](
-        x, du, _taps(weight), dx, partial, T, H, W, steps, x.stride(0), x.stride(1), C, BACKWARD.rows,
-        BACKWARD.channels, num_warps=BACKWARD.warps, num_stages=1)
-    total = partial.sum(0)
+    partial = new(B * BACKWARD.launch(H, W, C)[0], head_emit.SUMS, 2, C // 2)
+    _walk("head_backward_input", BACKWARD, (x, du, _taps(weight), dx, partial), x, (T, H, W))
+    total = partial.sum(0).permute(2, 1, 0)  # [C / 2, 2, 28]
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
-    dweight.view(C, 27).copy_(total[:27].T)
-    return dx, dweight, total[27].to(bias.dtype), sums.sum(0).to(out_weight.dtype), last.sum(0)
+    dweight.view(C // 2, 2, 27).copy_(total[..., :27])
+    return (dx, dweight, total[..., 27].reshape(C).to(bias.dtype), sums.sum(0).to(out_weight.dtype), dy.sum((0, 1)))
 
 
 def fake_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
@@ -243,8 +249,9 @@ def operator(engine: str) -> Any:
 
 
 def pick(x: Tensor, out: int) -> str:
-    """The engine for an input: kernels for bf16 and fp16 on a GPU."""
-    return "triton" if x.device.type == "cuda" and x.dtype.itemsize == 2 and out <= MAX_OUT else "reference"
+    """The engine for an input: kernels for bf16 and fp16 on a GPU, channels in pairs."""
+    fits = x.dtype.itemsize == 2 and x.shape[-1] % 2 == 0 and out <= MAX_OUT
+    return "triton" if x.device.type == "cuda" and fits else "reference"
 
 
 def offset_head(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor,

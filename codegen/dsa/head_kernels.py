@@ -8,6 +8,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphopt.codegen.dsa.device import pack_pair, pack_pair_portable, unpack_pair
+
+
+@triton.jit
+def unpack_channels(word, HALF: tl.constexpr):
+    # the two channels of a word in fp32; a bf16 value is the upper half of its fp32
+    if HALF:
+        a, b = unpack_pair(word, HALF)
+        return a.to(tl.float32), b.to(tl.float32)
+    else:
+        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack_channels(a, b, HALF: tl.constexpr, PTX: tl.constexpr):
+    if PTX:
+        return pack_pair(a, b, HALF)
+    else:
+        return pack_pair_portable(a, b, HALF)
+
 
 @triton.jit
 def sigmoid(x, beside, PTX: tl.constexpr):
@@ -58,30 +78,23 @@ def head_linear(U, WEIGHT, BIAS, Y, rows, C: tl.constexpr, OUT: tl.constexpr, OP
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
-def head_slope(U, DY, WEIGHT, DU, SUMS, LAST, rows, steps, C: tl.constexpr, OUT: tl.constexpr, OP: tl.constexpr,
-               BM: tl.constexpr, BC: tl.constexpr, PTX: tl.constexpr):
-    # DU = (DY @ WEIGHT) gelu'(U); of this program's rows: SUMS [OUT, C] = DY^T gelu(U), LAST [OUT] = sum of DY
+def head_slope(U, DY, WEIGHT, DU, SUMS, rows, steps, C: tl.constexpr, OUT: tl.constexpr, OP: tl.constexpr,
+               BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr):
+    # DU = (DY @ WEIGHT) gelu'(U); of this program's rows: SUMS [OUT, C] = DY^T gelu(U)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     o = tl.arange(0, OP)
     in_c = (c < C)[None, :]
     w = tl.load(WEIGHT + o[:, None] * C + c[None, :], mask=(o < OUT)[:, None] & in_c, other=0.0)
     dlinear = tl.zeros([OP, BC], tl.float32)
-    dlast = tl.zeros([OP], tl.float32)
-    for step in range(0, steps):
+    for step in tl.range(0, steps, num_stages=STAGES):  # given here, it also pipelines what feeds no product directly
         r = (tl.program_id(0) * steps + step) * BM + tl.arange(0, BM)
         real = (r < rows)[:, None]
         at = r.to(tl.int64)[:, None] * C + c[None, :]
         dy = tl.load(DY + r.to(tl.int64)[:, None] * OUT + o[None, :], mask=real & (o < OUT)[None, :], other=0.0)
         u = tl.load(U + at, mask=real & in_c, other=0.0)
-        if tl.program_id(1) == 0:
-            dlast += tl.sum(dy, 0)
-        low = dy.to(w.dtype)
-        dz = tl.dot(low, w)
+        dz = tl.dot(dy, w)
         z, slope = gelu_slope(u.to(tl.float32), dz, PTX)
-        du = dz * slope
-        tl.store(DU + at, du.to(DU.dtype.element_ty), mask=real & in_c)
-        dlinear = tl.dot(tl.trans(low), z.to(w.dtype), dlinear)
+        tl.store(DU + at, (dz * slope).to(DU.dtype.element_ty), mask=real & in_c)
+        dlinear = tl.dot(tl.trans(dy), z.to(w.dtype), dlinear)
     sums = SUMS + tl.program_id(0).to(tl.int64) * OUT * C + c[None, :]
     tl.store(sums + o[:, None] * C, dlinear, mask=(o < OUT)[:, None] & in_c)
-    if tl.program_id(1) == 0:
-        tl.store(LAST + tl.program_id(0) * OUT + o, dlast, mask=o < OUT)
