@@ -202,7 +202,10 @@ def cases() -> dict[str, list[tuple[str, Callable[[], list[dict[str, Any]]]]]]:
     if not TINY:
         kinds += [one(BARS[0], K7, "smooth", D=d) for d in (64, 96)] + [one(BARS[0], K7, "smooth", dtype=torch.float16)]
         kinds += [one(BARS[0], w, "smooth") for w in ((5, 9, 9), (7, 13, 13))]
-    tried = lambda g: ("cudnn", "reference") if math.prod(g) < 6000 else ("cudnn",)
+    def tried(grid: Triple) -> tuple[str, ...]:
+        N = math.prod(grid)
+        return ("cudnn", "reference") if N < 6000 else ("cudnn",) if N < 100_000 else ()
+
     sizes = [one(g, K7, "smooth", tried(g)) for g in SIZES] + [one(g, K7, "none") for g in SIZES]
     return {
         "table": table,
