@@ -177,16 +177,17 @@ def triton_backward(dy: Tensor, x: Tensor, u: Tensor, weight: Tensor, bias: Tens
     steps = -(-blocks // SLOPE.programs)
     programs = -(-blocks // steps)
     du, sums = torch.empty_like(u), new(programs, out, C)
+    low, matrix = dy.to(x.dtype).contiguous(), out_weight.to(x.dtype).contiguous()
     head_kernels.head_slope[(programs, -(-C // SLOPE.channels))](
-        u, dy.to(x.dtype).contiguous(), out_weight.to(x.dtype).contiguous(), du, sums, B * N, steps, C, out, _padded(out),
-        SLOPE.rows, SLOPE.channels, SLOPE.stages, _ptx(), num_warps=SLOPE.warps)
+        u, low, matrix, du, sums, B * N, steps, C, out, _padded(out), SLOPE.rows, SLOPE.channels, SLOPE.stages,
+        _ptx(), num_warps=SLOPE.warps)
     dx = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
     partial = new(B * BACKWARD.launch(H, W, C)[0], head_emit.SUMS, 2, C // 2)
     _walk("head_backward_input", BACKWARD, (x, du, _taps(weight), dx, partial), x, (T, H, W))
     total = partial.sum(0).permute(2, 1, 0)  # [C / 2, 2, 28]
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     dweight.view(C // 2, 2, 27).copy_(total[..., :27])
-    return (dx, dweight, total[..., 27].reshape(C).to(bias.dtype), sums.sum(0).to(out_weight.dtype), dy.sum((0, 1)))
+    return dx, dweight, total[..., 27].reshape(C).to(bias.dtype), sums.sum(0).to(out_weight.dtype), dy.sum((0, 1))
 
 
 def fake_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,

@@ -118,7 +118,7 @@ def head_convolve(X, WEIGHT, BIAS, U, {ARGUMENTS}):
 
 
 def backward_input_source(strip: Strip) -> str:
-    """Kernel `head_backward_input`: DU, X -> DX, and partial SUMS [programs, 28, 2, C / 2], of the 27 taps and the bias.
+    """Kernel `head_backward_input`: DU, X -> DX, and partial SUMS [programs, 28, 2, C / 2] of 27 taps and the bias.
 
     Every du loaded serves all: dx(m) += weight(tap) du(m - tap), dweight(tap) += x(m) du(m - tap), dbias += du.
     """
@@ -135,7 +135,8 @@ def head_backward_input(X, DU, WEIGHT, DX, SUMS, {ARGUMENTS}):
         "d_at = DU + at", "dx_at = DX + at - d_step", "none = tl.zeros([BM, BC], tl.float32)",
         *(f"{name}{n}{i}_{j} = none" for i, j in tokens for name in ("above", "here", "before") for n in PAIR)], 2)
     for i, j in tokens:  # x of planes 0 and 1
-        text += indent([_load("word", "x_at", i, j, "x_n"), f"at_a{i}_{j}, at_b{i}_{j} = unpack_channels(word, HALF)"], 2)
+        text += indent([
+            _load("word", "x_at", i, j, "x_n"), f"at_a{i}_{j}, at_b{i}_{j} = unpack_channels(word, HALF)"], 2)
     text += indent(["x_at += x_step", *(_load(f"x{i}_{j}", "x_at", i, j, "x_n", " & (T > 1)") for i, j in tokens),
                     *(_load(f"n{_n(i)}_{_n(j)}", "d_at", i, j, "WORDS") for i, j in _halo(strip))], 2)
     body = ["x_at += x_step", "d_at += tl.where(t + 1 < T, HW, 0).to(tl.int64) * WORDS",
