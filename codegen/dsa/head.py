@@ -33,17 +33,16 @@ MAX_OUT = 128
 
 @dataclass(frozen=True)
 class Walk:
-    """How a convolution kernel is cut: a strip per row of a tile, each walked along t."""
+    """How a convolution kernel is cut: a warp per strip, walked along t; a block of strips per program."""
 
     strip: head_emit.Strip  # tokens of a thread, (h, w)
-    rows: int  # strips of a program
-    warps: int
+    block: tuple[int, int]  # strips of a program, (h, w): a square one shares more of its border in L1
     programs: int  # a plane is spread over at most this many
-    words: int = 32  # pairs of channels: one a thread, one warp a strip
+    words: int = 32  # pairs of channels: one a thread
 
     def launch(self, H: int, W: int, C: int) -> tuple[int, int, int]:
         """(programs over a plane, programs over channels, tiles per program)."""
-        tiles = -(-(-(-H // self.strip[0]) * -(-W // self.strip[1])) // self.rows)
+        tiles = -(-H // (self.strip[0] * self.block[0])) * -(-W // (self.strip[1] * self.block[1]))
         steps = -(-tiles // self.programs)
         return -(-tiles // steps), -(-C // (2 * self.words)), steps
 
@@ -59,8 +58,8 @@ class Product:
     programs: int = 1
 
 
-FORWARD = Walk((2, 4), 4, 4, 1 << 20)
-BACKWARD = Walk((1, 4), 4, 4, 48)
+FORWARD = Walk((2, 4), (2, 2), 1 << 20)
+BACKWARD = Walk((1, 4), (2, 2), 96)
 LINEAR = Product(128, 64, 4, 3)
 SLOPE = Product(64, 64, 4, 2, 44)
 
@@ -129,8 +128,8 @@ def _walk(kernel: str, walk: Walk, tensors: tuple[Tensor, ...], x: Tensor, grid:
     B, _, C = x.shape
     rows, columns, steps = walk.launch(grid[1], grid[2], C)
     _walks(kernel, walk.strip)[(rows, columns, B)](
-        *tensors, *grid, steps, x.stride(0) // 2, x.stride(1) // 2, C, walk.rows, walk.words, x.dtype == torch.float16,
-        _ptx(), num_warps=walk.warps, num_stages=1)
+        *tensors, *grid, steps, x.stride(0) // 2, x.stride(1) // 2, C, *walk.block, walk.words,
+        x.dtype == torch.float16, _ptx(), num_warps=math.prod(walk.block), num_stages=1)
 
 
 def _in_words(x: Tensor) -> Tensor:

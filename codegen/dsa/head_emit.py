@@ -26,23 +26,24 @@ import triton.language as tl
 from graphopt.codegen.dsa.head_kernels import pack_channels, unpack_channels
 
 '''
-# pointers and strides count words; first_h, first_w: the first token of each strip
+# pointers and strides count words; first_h, first_w: the first token of each strip of a program, BM = PH x PW strips
 POSITION = '''    WORDS: tl.constexpr = C // 2
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     in_c = c < WORDS
     batch = tl.program_id(2).to(tl.int64)
     HW = H * W
-    across = tl.cdiv(W, {sw})
-    strips = tl.cdiv(H, {sh}) * across
+    BM: tl.constexpr = PH * PW
+    i = tl.arange(0, BM)[:, None]
+    across = tl.cdiv(W, {sw} * PW)
 {before}    for step in range(0, steps):
-        strip = ((tl.program_id(0) * steps + step) * BM + tl.arange(0, BM))[:, None]
-        first_h = (strip // across) * {sh}
-        first_w = (strip % across) * {sw}
-        real = (strip < strips) & in_c
+        tile = tl.program_id(0) * steps + step
+        first_h = ((tile // across) * PH + i // PW) * {sh}
+        first_w = ((tile % across) * PW + i % PW) * {sw}
+        real = (first_h < H) & (first_w < W) & in_c
         place = (first_h * W + first_w).to(tl.int64)
 '''
-ARGUMENTS = ("T, H, W, steps, x_b, x_n: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, "
-             "HALF: tl.constexpr, PTX: tl.constexpr")
+ARGUMENTS = ("T, H, W, steps, x_b, x_n: tl.constexpr, C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, "
+             "BC: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr")
 
 
 def _n(i: int) -> str:
