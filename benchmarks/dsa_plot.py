@@ -19,7 +19,7 @@ def series(rows: list[dict[str, Any]], direction: str, window: list[int]) -> dic
         plain = r["what"] == "attention" and r["window"] == window and r["direction"] == direction
         if not plain or r["dtype"] != "bfloat16" or r["head_dim"] != 128 or r["offsets"] not in ("smooth", "none"):
             continue
-        for name, ms in r["ms"].items():
+        for name, ms in [*r["ms"].items(), *((f"{n} by its FLOPs", t) for n, t in r.get("estimated_ms", {}).items())]:
             name = "window" if name == "graphopt" and r["offsets"] == "none" else name
             out.setdefault(name, {})[r["tokens"]] = ms
     return {name: sorted(points.items()) for name, points in out.items()}
@@ -48,7 +48,11 @@ def plot(folder: Path) -> Path:
         lines = series(rows, direction, [3, 7, 7])
         for name, label in NAMES.items():
             if name in lines:
-                axis.loglog(*zip(*lines[name]), marker="o", markersize=3, label=label)
+                line, = axis.loglog(*zip(*lines[name]), marker="o", markersize=3, label=label)
+                guess = lines.get(f"{name} by its FLOPs")
+                if guess:
+                    axis.loglog(*zip(lines[name][-1], *guess), marker="o", markersize=3, linestyle="--",
+                                color=line.get_color(), label=f"{label}, by its FLOPs")
         at = crossover(lines.get("graphopt", []), lines.get("cudnn", []))
         if at:
             axis.axvline(at, color="grey", linewidth=0.8, linestyle=":")
@@ -56,6 +60,8 @@ def plot(folder: Path) -> Path:
                           textcoords="offset points", fontsize=8, color="grey")
         axis.set_xlabel("tokens")
         axis.set_title(f"{direction}, 12 heads x 128, window 3 x 7 x 7, bf16")
+        axis.set_xticks([2000 * 4**i for i in range(5)], [f"{2 * 4**i}k" for i in range(5)])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0].set_ylabel("ms")
