@@ -10,8 +10,8 @@ the mean busy time over ranks (their microbatches again, collectives off) over t
 of the predicted step times, graphs compiled (torch counts each that it begins; `graphs_kept` are in use at the end).
 The plan of each policy is also simulated, here and for `--plan-ranks`.
 
-`gain_over_equal_token` is of tokens/s.  `zero_bubble_gain` is what the simulator, with the fit and without noise, gives a
-plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
+`gain_over_equal_token` is of tokens/s.  `zero_bubble_gain` is what the simulator, with the fit and without noise, gives
+a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
 
 Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--compile-only` fills Inductor's caches.
 """
