@@ -4,7 +4,8 @@
                                      [--updates deferred,priority,in_backward,serial] [--timeline FOLDER]
 
 Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
-compute); then each update order.  "serial": one stream for kernels and copies, the update at the end of the step.
+compute); then each update order ("priority@20": with 20 threads).  "serial": one stream for kernels and copies, the
+update at the end of the step.
 bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
@@ -22,7 +23,8 @@ from _results import save
 
 import graphopt
 from graphopt.schedule.stream_timeline import busy
-from graphopt.streaming import attach, measure
+from graphopt.streaming import attach, measure, numa
+from graphopt.streaming.optimizer import kernel_of
 
 WIDTHS = {
     "1.3b": dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, text_dim=4096, freq_dim=256),
@@ -152,6 +154,7 @@ def main() -> None:
     p.add_argument("--resident", type=int, default=0, help="first layers that stay on the device")
     p.add_argument("--updates", default="deferred,priority")
     p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--threads", type=int, help="of the optimizer's kernel")
     p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box")
     p.add_argument("--out", type=Path)
     p.add_argument("--timeline", type=Path)
@@ -193,15 +196,19 @@ def main() -> None:
                 f"forward {f:.1f}; {[round(t, 1) for t in times]}")
             engine.set_slots(a.slots)
         if opt is None:
-            opt = graphopt.HostAdamW(model.parameters(), lr=1e-5)
+            opt = graphopt.HostAdamW(model.parameters(), lr=1e-5, threads=a.threads)
+            for state in opt.states.values():  # a first update would meet untouched pages
+                state.exp_avg.zero_(), state.exp_avg_sq.zero_(), state.residual.zero_()
         engine.optimizer = weakref.ref(opt)
         if GPU:
             torch.cuda.empty_cache()
         bound = bounds(engine, rate, a.slots, r, f)
         say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
         for update in a.updates.split(","):
-            serial = update == "serial"
-            opt.update = "deferred" if serial else update
+            kind, _, threads = update.partition("@")
+            serial = kind == "serial"
+            opt.update = "deferred" if serial else kind
+            opt.updates.kernel = kernel_of("auto", engine.link, int(threads) if threads else a.threads)
             engine.gradients.keep_norms = opt.update == "deferred"
             engine.set_slots(1 if serial else a.slots)
             engine.link.overlap(not serial)
@@ -213,13 +220,14 @@ def main() -> None:
                 continue
             finally:
                 engine.link.overlap(True)
-            say(f"{name} {update}: bound {bound[update]:.1f}, rho {bound[update] / row['step_ms']:.3f}, "
+            say(f"{name} {update}: bound {bound[kind]:.1f}, rho {bound[kind] / row['step_ms']:.3f}, "
                 f"x{row['step_ms'] / r:.3f} resident")
             row |= dict(params_b=round(params, 3), tokens=tokens, system="serial" if serial else "graphopt",
                         update=opt.update, overlap=not serial, slots=1 if serial else a.slots, resident=a.resident,
-                        layers=a.layers, width=a.width, resident_ms=r, bound_ms=bound[update],
-                        rho=bound[update] / row["step_ms"], host_gib=engine.store.arena.nbytes / 2**30)
-            save("stream", [row], ("params_b", "tokens", "system", "update", "slots", "resident", "layers"),
+                        layers=a.layers, width=a.width, resident_ms=r, bound_ms=bound[kind],
+                        rho=bound[kind] / row["step_ms"], host_gib=engine.store.arena.nbytes / 2**30,
+                        threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
+            save("stream", [row], ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads"),
                  {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 
 

@@ -100,7 +100,7 @@ class Updates:
         self._changed = threading.Condition()
         self._busy = 0
         self.worked = 0.0  # seconds spent in the kernel
-        cpus = numa.cpus_near(node) if (node := numa.node_of(link.device)) is not None else None
+        cpus = numa.pool_cpus(link.device) if link.device.type == "cuda" else None
         thread = threading.Thread(target=_loop, args=(weakref.ref(self), self._changed, cpus),
                                   name="graphopt-adamw", daemon=True)
         thread.start()
