@@ -155,7 +155,7 @@ def main() -> None:
     p.add_argument("--updates", default="deferred,priority")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--threads", type=int, help="of the optimizer's kernel")
-    p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box")
+    p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box; 0: none")
     p.add_argument("--out", type=Path)
     p.add_argument("--timeline", type=Path)
     p.add_argument("--compiler", default="inductor")
@@ -178,7 +178,9 @@ def main() -> None:
     if a.compiler != "inductor":
         options["graphopt.rules"] = []
     step = torch.compile(model, backend="graphopt", options=options, dynamic=False)
-    rate = measure.host_rates(device, a.rates_seconds, elements=min(first.elements, measure.ELEMENTS))
+    rate = dict.fromkeys(("h2d", "d2h", "adamw"), float("nan"))
+    if a.rates_seconds:
+        rate = measure.host_rates(device, a.rates_seconds, elements=min(first.elements, measure.ELEMENTS))
     say("GB/s: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()))
     opt = None
     for grid, name in grids.items():
