@@ -31,6 +31,7 @@ WIDTHS = {
     "14b": dict(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824, text_dim=4096, freq_dim=256),
     "tiny": dict(num_attention_heads=2, attention_head_dim=24, ffn_dim=64, text_dim=32, freq_dim=32),
 }
+KEYS = ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads")
 GPU = torch.cuda.is_available()
 
 
@@ -134,6 +135,12 @@ def bounds(engine, rate: dict[str, float], slots: int, r: float, f: float) -> di
             "adamw": adam, "up": up1 + up2, "down": down}
 
 
+def rss() -> float:
+    """GiB of memory this process holds."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(x for x in status if x.startswith("VmRSS")).split()[1]) / 2**20
+
+
 def first_step(step, kw: dict, engine, model) -> tuple[float, float]:
     t = time.perf_counter()
     loss = step(**kw)[0].float().square().mean()
@@ -204,6 +211,8 @@ def main() -> None:
         engine.optimizer = weakref.ref(opt)
         if GPU:
             torch.cuda.empty_cache()
+        plan = graphopt.stream_plan(model, tokens, slots=a.slots, update="priority")
+        say(f"plan: host {plan.host_bytes / 2**30:.2f} GiB, device {plan.device_bytes / 2**30:.2f} GiB and activations")
         bound = bounds(engine, rate, a.slots, r, f)
         say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
         for update in a.updates.split(","):
@@ -228,9 +237,9 @@ def main() -> None:
                         update=opt.update, overlap=not serial, slots=1 if serial else a.slots, resident=a.resident,
                         layers=a.layers, width=a.width, resident_ms=r, bound_ms=bound[kind],
                         rho=bound[kind] / row["step_ms"], host_gib=engine.store.arena.nbytes / 2**30,
+                        plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
                         threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
-            save("stream", [row], ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads"),
-                 {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
+            save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 
 
 def order(model, step, kw: dict, engine, driver, opt, a, label: str, n: int, warm: int, say) -> dict:
