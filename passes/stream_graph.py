@@ -263,10 +263,15 @@ def tasks(graph: fx.Graph, seconds: Callable[[Node], float], nbytes: Callable[[N
     from graphopt.passes.stream_check import accesses
 
     made = []
+    layers: dict[Any, int] = {}
     for node in graph.nodes:
         if node.op == "call_function":
             reads, writes = accesses(node)
+            place = layers.setdefault(node.kwargs["layer"], len(layers))
             made.append(Task(node.name, STREAM[node.target], seconds(node), tuple(a.name for a in node.all_input_nodes),
                              tuple(reads), tuple(writes), nbytes(node), str(node.kwargs["layer"]),
-                             str(node.kwargs.get("phase") or KIND.get(node.target, ""))))
+                             str(node.kwargs.get("phase") or KIND.get(node.target, "")),
+                             # as streaming.updates does: of what has landed, the lowest layer
+                             (1 << 20) * int(node.kwargs["step"]) + place  # type: ignore[call-overload]
+                             if node.target is optimizer else None))
     return made

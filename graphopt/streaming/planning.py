@@ -79,14 +79,15 @@ class StreamPlan:
 def stream_plan(
     model: nn.Module, tokens: int, *, slots: int = 2, resident: Any = "auto", update: str = "deferred",
     ema: float | None = None, accumulate: int = 1, rates: costs.Rates | None = None, layers: Any = None,
-    order: Sequence[str] | None = None, micro: int = 1,
+    order: Sequence[str] | None = None, micro: int = 1, sequence: int | None = None,
 ) -> StreamPlan:
     """Plan the streaming of a model (which may be on meta, and may be streamed already).
 
     tokens: of one step, batch times sequence.  slots, resident, layers: as for graphopt.stream; update, ema,
     accumulate: as for HostAdamW.  rates: measured ones of your machine (graphopt.schedule.stream_plan.Rates).
     order: names of layers as the forward calls them (default: each once, as they stand in the model).  micro:
-    micro-batches that go through the layers together (graphopt.layer_major); tokens are those of all.
+    micro-batches that go through the layers together (graphopt.layer_major); tokens are those of all.  sequence: tokens
+    that attend to each other (default: those of one micro-batch).
     Raises StreamError where the model cannot be streamed, ConfigError for bad values.
     """
     if update not in MODES or tokens < 1 or slots < 1 or micro < 1:
@@ -101,9 +102,8 @@ def stream_plan(
         raise ConfigError(f"stream_plan: order names {unknown[0]!r}, which is no layer of the plan",
                           remedy=f"layers are {', '.join(list(named)[:4])}, ..")
     used = [named[n] for n in order] if order else everything
-    cost = {x.fqn: costs.LayerCost(x.fqn, 0, 0, 0, _forward_s(x, tokens // micro or 1, rates)) if x.resident else
-            costs.LayerCost(x.fqn, x.nbytes, x.grad_bytes, _adamw_bytes(x), _forward_s(x, tokens // micro or 1, rates))
-            for x in everything}
+    each = max(1, tokens // micro)
+    cost = {x.fqn: _cost(x, each, sequence or each, rates) for x in everything}
     calls = [stream_graph.Call(x.fqn, bool(x.grad_bytes), resident=x.resident) for x in used for _ in range(micro)]
     schedule = stream_graph.build(calls, slots, update, STEPS)
     line, uploaded, downloaded = _simulate(schedule, cost, rates)
@@ -125,8 +125,8 @@ def _once(used: list[HostLayer], cost: dict[str, costs.LayerCost], micro: int) -
     for i, x in enumerate(used):
         c = cost[x.fqn]
         first = all(y is not x for y in used[:i])
-        found.append(replace(c, forward_s=micro * c.forward_s) if first else
-                     costs.LayerCost(c.name, c.weight_bytes, 0, 0, micro * c.forward_s))
+        seconds = dict(forward_s=micro * c.forward_s, backward_s=micro * c.backward_s)
+        found.append(replace(c, **seconds) if first else replace(c, grad_bytes=0, adamw_bytes=0, **seconds))
     return found
 
 
@@ -142,14 +142,15 @@ def _adamw_bytes(layer: HostLayer) -> int:
                for e in layer.trained)
 
 
-def _forward_s(layer: HostLayer, tokens: int, rates: costs.Rates) -> float:
-    """Products of the layer's matrices with every token, and self-attention over all of them."""
+def _cost(layer: HostLayer, tokens: int, sequence: int, rates: costs.Rates) -> costs.LayerCost:
     matrices = [e for e in layer.entries if len(e.shape) >= 2]
-    if not matrices:
-        return 0.0
-    products = 2 * sum(e.numel for e in matrices) * tokens
-    width = Counter(e.shape[-1] for e in matrices).most_common(1)[0][0]
-    return products / rates.matmul + 4 * tokens * tokens * width / rates.attention
+    forward = backward = 0.0
+    if matrices:
+        width = Counter(e.shape[-1] for e in matrices).most_common(1)[0][0]
+        forward, backward = costs.layer_seconds(sum(e.numel for e in matrices), width, tokens, sequence, rates)
+    if layer.resident:
+        return costs.LayerCost(layer.fqn, 0, 0, 0, forward, backward)
+    return costs.LayerCost(layer.fqn, layer.nbytes, layer.grad_bytes, _adamw_bytes(layer), forward, backward)
 
 
 def _simulate(
@@ -163,7 +164,7 @@ def _simulate(
     def seconds(node: fx.Node) -> float:
         x = of[str(node.kwargs["layer"])]
         if node.target is stream_graph.compute:
-            return x.forward_s * (1 if node.kwargs["phase"] == "forward" else 3)
+            return x.forward_s if node.kwargs["phase"] == "forward" else x.backward_s
         if node.target is stream_graph.optimizer:
             return x.adamw_bytes / rates.adamw
         rate = rates.h2d if node.target is stream_graph.prefetch else rates.d2h
