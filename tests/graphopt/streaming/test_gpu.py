@@ -284,6 +284,7 @@ def test_a_timeline_of_real_events() -> None:
     _, b, x = pair()
     opt, step = streamed(b, update="priority", slow=1)
     train(step, opt, x, steps=2)
+    opt.flush()
     with graphopt.stream_timeline(b) as line:
         train(step, opt, x, steps=1)
     for name in (f"blocks.{i}" for i in range(7)):
