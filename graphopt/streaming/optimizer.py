@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.codegen import adamw_cpp
 from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import ConfigError, StreamError
@@ -217,12 +218,13 @@ class HostAdamW(torch.optim.Optimizer):
         self.updates.drain()
         norms = []
         device = self.engine.link.device
+        here = [p for p in self._parameters() if handles.entry_of(p) is None and p.grad is not None]
+        resident = dict(zip(map(id, here), _compat.foreach_norm([p.grad for p in here]) if here else ()))
         for p in self._parameters():
             entry = handles.entry_of(p)
-            if entry is None:
-                if p.grad is not None:
-                    norms.append(torch.linalg.vector_norm(p.grad, dtype=torch.float32).to(device))
-            elif entry.trained:
+            if id(p) in resident:
+                norms.append(resident[id(p)].to(device))
+            elif entry is not None and entry.trained:
                 landing = self.engine.gradients.landings[entry.layer]
                 if entry in landing.fresh:
                     norms.append(self.engine.gradients.norm(landing, entry).to(device))

@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 from on_gpu import Reference, checkpointed_on_gpu, on_gpu, pair, same, streamed
-from resident import checkpointed, jitter, layers, loss_of, train
+from resident import OPTIONS, checkpointed, jitter, layers, loss_of, train
 from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
 from zoo import ZOO, liven
@@ -333,3 +333,22 @@ def wide(n):
                            "attention_head_dim": 32, "ffn_dim": 512})
     liven(model)
     return model.train(), on_gpu(x)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_device_bytes_are_those_of_the_plan(resident: int) -> None:
+    """What is allocated between steps: slots, slabs, resident weights and their state, handles; no gradients."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = TinyDiT(layers=6, D=768).bfloat16()
+    plan = graphopt.stream_plan(model, tokens=12, slots=3, resident=resident)
+    graphopt.stream(model, "cuda", slots=3, resident=resident)
+    opt = graphopt.HostAdamW(model.parameters(), lr=1e-4)
+    step = torch.compile(model, backend="graphopt", options=OPTIONS)
+    train(step, opt, tuple(v.bfloat16() for v in on_gpu(inputs())), steps=2)
+    opt.flush()
+    torch.cuda.synchronize()
+    mine = {id(e.handle) for x in attach.engine_of(model).store.layers for e in x.entries}
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad and id(p) not in mine)
+    assert torch.cuda.memory_allocated() - before == pytest.approx(plan.device_bytes - gradients, rel=0.02)
+    assert attach.engine_of(model).store.arena.nbytes == pytest.approx(plan.host_bytes, rel=0.02)
