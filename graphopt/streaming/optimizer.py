@@ -139,6 +139,7 @@ class HostAdamW(torch.optim.Optimizer):
         self._scale, self._snapshot = None, None
         self._updated.clear()
         self._rounds = dict.fromkeys(self._layers, 0)
+        self.engine.grow()
         self.engine.prime()
         return loss
 
