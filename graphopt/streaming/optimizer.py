@@ -109,10 +109,13 @@ class HostAdamW(torch.optim.Optimizer):
                               remedy="pass all groups when it is made")
         self._group_of = {}
 
-    def _hyper(self, p: torch.nn.Parameter, step: int, scale: torch.Tensor | None = None) -> Hyper:
+    def _group(self, p: torch.nn.Parameter) -> dict[str, Any]:
         if not self._group_of:
             self._group_of = {id(q): g for g in self.param_groups for q in g["params"]}
-        g = self._group_of[id(p)]
+        return self._group_of[id(p)]
+
+    def _hyper(self, p: torch.nn.Parameter, step: int, scale: torch.Tensor | None = None) -> Hyper:
+        g = self._group(p)
         beta1, beta2 = g["betas"]
         return Hyper(float(g["lr"]), beta1, beta2, g["eps"], g["weight_decay"], step, scale, self.ema)
 
@@ -159,7 +162,14 @@ class HostAdamW(torch.optim.Optimizer):
         gradients = self.engine.gradients
         landing = gradients.take(layer)
         steps = self.states[layer].steps
-        hypers = {e: self._hyper(e.handle, steps[e] + 1) for e in landing.fresh if e in self._mine}
+        made: dict[tuple[int, int], Hyper] = {}
+        hypers = {}
+        for e in landing.fresh:
+            if e in self._mine:
+                key = id(self._group(e.handle)), steps[e]
+                if key not in made:
+                    made[key] = self._hyper(e.handle, steps[e] + 1)
+                hypers[e] = made[key]
         self.updates.submit(Job(
             layer, hypers, list(landing.events), lambda e: gradients.read(landing, e),
             None if landing.sum is not None else layer.slab, (lambda: None) if clip is None else clip.read))
