@@ -122,7 +122,11 @@ def rates(device: str | torch.device = "cuda", seconds: float = 0.4) -> Rates:
     found = host_rates(target, seconds)
     host = Rates(h2d=1e9 * found["h2d"], d2h=1e9 * found["d2h"], adamw=1e9 * found["adamw"],
                  origin=f"measured here on {target}")
-    return replace(host, **_device_rates(target)) if target.type == "cuda" else host
+    if target.type != "cuda":
+        return host
+    device_rates = _device_rates(target)
+    return replace(host, matmul=device_rates["matmul"], attention=device_rates["attention"],
+                   attention_backward=device_rates["attention_backward"], memory=device_rates["memory"])
 
 
 def _device_rates(device: torch.device) -> dict[str, float]:

@@ -125,8 +125,8 @@ def _once(used: list[HostLayer], cost: dict[str, costs.LayerCost], micro: int) -
     for i, x in enumerate(used):
         c = cost[x.fqn]
         first = all(y is not x for y in used[:i])
-        seconds = dict(forward_s=micro * c.forward_s, backward_s=micro * c.backward_s)
-        found.append(replace(c, **seconds) if first else replace(c, grad_bytes=0, adamw_bytes=0, **seconds))
+        c = replace(c, forward_s=micro * c.forward_s, backward_s=micro * c.backward_s)
+        found.append(c if first else replace(c, grad_bytes=0, adamw_bytes=0))
     return found
 
 

@@ -51,10 +51,10 @@ class ResidentState:
             grad = p.grad
             if grad.stride() != p.stride():
                 grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-            flat = [None if t is None else _flat(t) for t in (
-                p.detach(), state.get("residual"), grad, state["exp_avg"], state["exp_avg_sq"])]
-            average = _flat(state["ema"]) if "ema" in state else None
-            pieces.setdefault(p.device, []).append(Piece(*flat, hyper, average))  # type: ignore[arg-type]
+            residual, average = state.get("residual"), state.get("ema")
+            pieces.setdefault(p.device, []).append(Piece(
+                _flat(p.detach()), None if residual is None else _flat(residual), _flat(grad), _flat(state["exp_avg"]),
+                _flat(state["exp_avg_sq"]), hyper, None if average is None else _flat(average)))
             state["step"] = hyper.step
         for device, found in pieces.items():
             kernel_of(device)(found)

@@ -52,8 +52,9 @@ class State:
         first = 0
         for i, entry in enumerate(order):
             after = order[i + 1] if i + 1 < len(order) else None
-            same = after is not None and (hypers[after] is hypers[entry] or hypers[after] == hypers[entry])
-            if same and after.dtype == entry.dtype and after.element == padded(entry.element + entry.numel):
+            if after is not None and after.dtype == entry.dtype and (
+                hypers[after] is hypers[entry] or hypers[after] == hypers[entry]
+            ) and after.element == padded(entry.element + entry.numel):
                 continue
             a, n = order[first], entry.element + entry.numel - order[first].element
             size = a.dtype.itemsize
