@@ -25,12 +25,14 @@ STEPS = 4  # simulated; the last one is in a steady state
 class StreamPlan:
     """What `stream_plan` found.  Bytes are exact for the host store and the ring; times are predicted.
 
-    host, device: bytes by part.  uploaded, downloaded: bytes per step.  bound: the least time of each resource.
-    step_s: a step of the simulated schedule, in a steady state.
+    host, device: bytes by part.  activations: on the device at the start of a backward: the inputs that layers keep,
+    and what one layer holds (an estimate).  uploaded, downloaded: bytes per step.  bound: the least time of each
+    resource.  step_s: a step of the simulated schedule, in a steady state.
     """
 
     layers: int
     resident: int
+    activations: dict[str, int]
     classes: dict[str, int]
     host: dict[str, int]
     device: dict[str, int]
@@ -58,6 +60,11 @@ class StreamPlan:
         """Weights, slots and slabs; not the activations."""
         return sum(self.device.values())
 
+    @property
+    def peak_bytes(self) -> int:
+        """The device's at the start of a backward, estimated; gradients of resident parameters come later."""
+        return self.device_bytes - self.device["resident gradients"] + sum(self.activations.values())
+
     def __str__(self) -> str:
         gb = lambda parts: ", ".join(f"{k} {v / 1e9:.2f}" for k, v in parts.items())  # noqa: E731
         ms = lambda parts: ", ".join(f"{k} {1e3 * v:.0f}" for k, v in parts.items())  # noqa: E731
@@ -66,6 +73,7 @@ class StreamPlan:
             f"{self.slots} slots, update={self.update!r}, {self.tokens} tokens",
             f"host    {self.host_bytes / 1e9:.2f} GB: {gb(self.host)}",
             f"device  {self.device_bytes / 1e9:.2f} GB without activations: {gb(self.device)}",
+            f"        about {self.peak_bytes / 1e9:.2f} GB at the peak: {gb(self.activations)}",
             f"moved   {self.uploaded / 1e9:.2f} GB up, {self.downloaded / 1e9:.2f} GB down a step",
             f"ms      forward: {ms(self.bound.forward)}; backward: {ms(self.bound.backward)}; "
             f"step: {ms(self.bound.step)}",
@@ -104,13 +112,15 @@ def stream_plan(
     used = [named[n] for n in order] if order else everything
     each = max(1, tokens // micro)
     cost = {x.fqn: _cost(x, each, sequence or each, rates) for x in everything}
-    calls = [stream_graph.Call(x.fqn, bool(x.grad_bytes), resident=x.resident) for x in used for _ in range(micro)]
+    calls = [stream_graph.Call(x.fqn, bool(x.grad_bytes), resident=x.resident, gathered=k > 0)
+             for x in used for k in range(micro)]
     schedule = stream_graph.build(calls, slots, update, STEPS)
     line, uploaded, downloaded = _simulate(schedule, cost, rates)
     order_of_costs = _once(used, cost, micro)
     return StreamPlan(
         layers=len(plan), resident=len(everything) - len(plan),
         classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
+        activations=_activations(used, tokens, micro),
         host=_host(plan, ema, accumulate), device=_device(model, plan, slots, ema), uploaded=uploaded,
         downloaded=downloaded, bound=costs.bound(order_of_costs, rates, slots, update), step_s=_steady(schedule, line),
         update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order_of_costs, rates),
@@ -146,8 +156,8 @@ def _cost(layer: HostLayer, tokens: int, sequence: int, rates: costs.Rates) -> c
     matrices = [e for e in layer.entries if len(e.shape) >= 2]
     forward = backward = 0.0
     if matrices:
-        width = Counter(e.shape[-1] for e in matrices).most_common(1)[0][0]
-        forward, backward = costs.layer_seconds(sum(e.numel for e in matrices), width, tokens, sequence, rates)
+        products = sum(e.numel for e in matrices)
+        forward, backward = costs.layer_seconds(products, _width(layer)[0], tokens, sequence, rates)
     if layer.resident:
         return costs.LayerCost(layer.fqn, 0, 0, 0, forward, backward)
     return costs.LayerCost(layer.fqn, layer.nbytes, layer.grad_bytes, _adamw_bytes(layer), forward, backward)
@@ -196,6 +206,24 @@ def _host(plan: list[HostLayer], ema: float | None, accumulate: int) -> dict[str
     return parts
 
 
+def _activations(used: list[HostLayer], tokens: int, micro: int) -> dict[str, int]:
+    widest = 0
+    kept = 0
+    for x in used:
+        width, size = _width(x)
+        kept += tokens * width * size
+        widest = max(widest, width * size)
+    return {"inputs of layers": kept, "one layer": costs.HELD_UNITS * max(1, tokens // micro) * widest}
+
+
+def _width(layer: HostLayer) -> tuple[int, int]:
+    """The length of a token's vector in a layer, and bytes per element."""
+    matrices = [e for e in layer.entries if len(e.shape) >= 2]
+    if not matrices:
+        return 0, 0
+    return Counter(e.shape[-1] for e in matrices).most_common(1)[0][0], matrices[0].dtype.itemsize
+
+
 def _device(model: nn.Module, plan: list[HostLayer], slots: int, ema: float | None) -> dict[str, int]:
     mine = {id(e.handle) for x in plan for e in x.entries}
     rest = [p for p in model.parameters() if id(p) not in mine]
@@ -207,7 +235,7 @@ def _device(model: nn.Module, plan: list[HostLayer], slots: int, ema: float | No
     return {
         "slots": slots * max(x.nbytes for x in plan), "slabs": 2 * max(x.grad_bytes for x in plan),
         "resident weights": sum(p.numel() * p.element_size() for p in rest),
-        "resident gradients and state": sum(p.numel() * p.element_size() for p in rest if p.requires_grad)
-        + 8 * trained + 2 * split + (4 * trained if ema is not None else 0),
+        "resident gradients": sum(p.numel() * p.element_size() for p in rest if p.requires_grad),
+        "resident state": 8 * trained + 2 * split + (4 * trained if ema is not None else 0),
         "handles": sum(pool.values()),
     }

@@ -88,8 +88,10 @@ def test_clipped() -> None:
     a, b, x = pair()
     want = train(a, Reference(a), x, clip=0.05, clip_with=lambda c: torch.nn.utils.clip_grad_norm_(a.parameters(), c))
     opt, step = streamed(b)
-    assert train(step, opt, x, clip=0.05, clip_with=opt.clip_grad_norm_) == want
-    same(b, a)
+    # the norm of all gradients is the same sum in another kernel
+    torch.testing.assert_close(train(step, opt, x, clip=0.05, clip_with=opt.clip_grad_norm_), want, rtol=1e-6, atol=1e-6)
+    for (name, p), q in zip(b.state_dict().items(), a.state_dict().values()):
+        torch.testing.assert_close(p.cpu(), q.cpu(), rtol=0, atol=2e-6, msg=name)
 
 
 def test_clipped_and_accumulated_with_an_average() -> None:
@@ -348,7 +350,6 @@ def test_device_bytes_are_those_of_the_plan(resident: int) -> None:
     train(step, opt, tuple(v.bfloat16() for v in on_gpu(inputs())), steps=2)
     opt.flush()
     torch.cuda.synchronize()
-    mine = {id(e.handle) for x in attach.engine_of(model).store.layers for e in x.entries}
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad and id(p) not in mine)
-    assert torch.cuda.memory_allocated() - before == pytest.approx(plan.device_bytes - gradients, rel=0.02)
+    want = plan.device_bytes - plan.device["resident gradients"]
+    assert torch.cuda.memory_allocated() - before == pytest.approx(want, rel=0.02)
     assert attach.engine_of(model).store.arena.nbytes == pytest.approx(plan.host_bytes, rel=0.02)
