@@ -40,16 +40,29 @@ class Axis:
 class Join:
     """A concatenation along a dimension; each part is a tuple of axes (None: of unknown origin)."""
 
-    parts: tuple[tuple[Axis | Join | None, ...], ...]
+    parts: tuple[tuple[Axis | Join | Piece | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a dimension; `start` and `whole` tell pieces of equal size apart."""
+
+    of: tuple[Axis | Join | Piece | None, ...]
+    start: str
 
 
 @dataclass
 class Factor:
-    """A factor of a dimension: its axis (None: unknown) and its size; a Join knows the factors of its parts."""
+    """A factor of a dimension: its axis (None: unknown) and its size.
 
-    axis: Axis | Join | None
+    A Join knows the factors of its parts, a Piece where it starts and the dimension it is cut from.
+    """
+
+    axis: Axis | Join | Piece | None
     size: Size
     parts: list[list[Factor]] | None = None
+    start: Size = 0
+    whole: list[Factor] | None = None
 
 
 Dim = list[Factor]
@@ -73,7 +86,7 @@ def sequence_of(dims: Dims | None, dim: int) -> Dim:
     return [] if any(f.axis is None for f in factors) else factors
 
 
-def key(dim: Dim) -> tuple[Axis | Join | None, ...]:
+def key(dim: Dim) -> tuple[Axis | Join | Piece | None, ...]:
     """What makes two dimensions the same sequence: their axes in order."""
     return tuple(f.axis for f in dim)
 
@@ -89,7 +102,7 @@ class Axes:
         out = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         for node in out.all_input_nodes:
             for dim in self.of.get(node) or []:
-                self.outputs |= {a for f in dim for a in leaves(f.axis)}
+                self.outputs |= {a for f in dim for a in leaves(f.axis) if a is not None}
 
     def _run(self, gm: fx.GraphModule, given: list[Any] | None) -> Any:
         """Follow one graph; the axes of its result."""
@@ -346,31 +359,46 @@ def _size(dim: Dim) -> Size:
     return n
 
 
-def leaves(axis: Axis | Join | None) -> list[Axis]:
+def leaves(axis: Axis | Join | Piece | None) -> list[Axis | None]:
     """The axes inside a factor."""
     if isinstance(axis, Join):
         return [a for part in axis.parts for x in part for a in leaves(x)]
-    return [] if axis is None else [axis]
+    if isinstance(axis, Piece):
+        return [a for x in axis.of for a in leaves(x)]
+    return [axis]
 
 
 def joined(each: list[Dim], size: Size) -> Dim:
-    """One dimension out of several, one after the other; a Join inside is taken apart."""
+    """One dimension out of several, one after the other.
+
+    A Join inside is taken apart, empty parts are left out, pieces that follow one another become what they were cut from.
+    """
     parts: list[Dim] = []
     for dim in each:
-        if len(dim) == 1 and dim[0].parts is not None:
-            parts += dim[0].parts
-        else:
-            parts.append(dim)
+        for part in dim[0].parts if len(dim) == 1 and dim[0].parts is not None else [dim]:
+            if ops_view.same_size(_size(part), 0):
+                continue
+            last = parts[-1][0] if parts and len(parts[-1]) == 1 else None
+            this = part[0] if len(part) == 1 else None
+            if (last and this and last.whole is not None and this.whole is not None
+                    and key(last.whole) == key(this.whole) and ops_view.same_size(last.start + last.size, this.start)):
+                parts[-1] = _piece(last.whole, last.start, last.size + this.size)
+            else:
+                parts.append(part)
     if len(parts) == 1:
         return parts[0]
     return [Factor(Join(tuple(tuple(f.axis for f in p) for p in parts)), size, parts)]
 
 
-def sliced(dim: Dim, start: Size, size: Size) -> Dim:
-    """A run of a dimension: all of it, whole parts of a Join, or something of unknown origin."""
+def _piece(dim: Dim, start: Size, size: Size) -> Dim:
     if ops_view.same_size(_size(dim), size):
         return dim
-    if len(dim) == 1 and dim[0].parts is not None:
+    return [Factor(Piece(key(dim), str(start)), size, start=start, whole=dim)]
+
+
+def sliced(dim: Dim, start: Size, size: Size) -> Dim:
+    """A run of a dimension: all of it, whole parts of a Join, or a piece."""
+    if len(dim) == 1 and dim[0].parts is not None and not ops_view.same_size(_size(dim), size):
         at: Size = 0
         for i, _ in enumerate(dim[0].parts):
             if ops_view.same_size(at, start):
@@ -380,7 +408,9 @@ def sliced(dim: Dim, start: Size, size: Size) -> Dim:
                     if ops_view.same_size(total, size):
                         return joined(dim[0].parts[i : j + 1], size)
             at = at + _size(dim[0].parts[i])
-    return [Factor(None, size)]
+    if all(f.axis is None for f in dim):
+        return [Factor(None, size)]
+    return _piece(dim, start, size)
 
 
 def regroup(dims: Dims, shape: list[Size]) -> Dims:

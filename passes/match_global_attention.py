@@ -5,6 +5,7 @@
     cross      the keys are another sequence
     text       self-attention of tokens that are not the video's
     spatial    within frames;  temporal: along time at each place
+    image      the tokens are an image's, alone or with text
     masked     the video's tokens under a mask;  causal: under a causal one
     unknown    where the tokens come from cannot be followed
 
@@ -89,6 +90,7 @@ REASONS = {
     "text": "its tokens are not the video's",
     "spatial": "it sees one frame at a time, so there is no sequence of a whole video",
     "temporal": "it sees one place at a time, so there is no sequence of a whole video",
+    "image": "its tokens are an image's: there is no time axis",
     "masked": "a mask over the video's tokens (padding or packed sequences) has no window",
     "causal": "causal attention is refused",
     "unknown": "the origin of its tokens cannot be followed in the graph",
@@ -131,6 +133,10 @@ def _other(site: Site, of_q: Dim, parts: list[Dim], outputs: set[Axis]) -> tuple
         if len(frame) == 1 and not frame & {-1, -2}:
             return "temporal", {}
         return "unknown", {}
+    if None in axes:
+        return "unknown", {}
+    if any(x.rank == 4 for x in axes if x is not None):
+        return "image", {}
     if not axes & outputs:
         return "text", {}
     if a.causal:
