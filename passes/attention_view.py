@@ -22,7 +22,7 @@ aten = torch.ops.aten
 SDPA = (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
 _SOFTMAX = {torch.softmax, F.softmax, torch.nn.functional.softmax, aten._softmax.default, aten.softmax.int}
 _MATMUL = {torch.matmul, torch.bmm, operator.matmul, aten.bmm.default, aten.matmul.default}
-_DROPOUT = {F.dropout, torch.dropout, aten.dropout.default}
+DROPOUT = {F.dropout, torch.dropout, aten.dropout.default}
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -51,7 +51,7 @@ def attentions(graph: fx.Graph) -> Iterator[Attention]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in SDPA:
             yield _called(node)
-        elif _is_softmax(node):
+        elif is_softmax(node):
             found = _written_out(node)
             if found is not None:
                 yield found
@@ -67,7 +67,8 @@ def _called(node: Node) -> Attention:
         float(scale) if isinstance(scale, (int, float)) else None, reason=reason)
 
 
-def _is_softmax(node: Node) -> bool:
+def is_softmax(node: Node) -> bool:
+    """A softmax over the last dimension of at least three."""
     called = node.op == "call_function" and node.target in _SOFTMAX
     if not called and not (node.op == "call_method" and node.target == "softmax"):
         return False
@@ -76,7 +77,8 @@ def _is_softmax(node: Node) -> bool:
     return v is not None and v.dim() >= 3 and dim in (-1, v.dim() - 1)
 
 
-def _is_matmul(node: object) -> bool:
+def is_matmul(node: object) -> bool:
+    """A product of two tensors."""
     if not isinstance(node, Node):
         return False
     return (node.op == "call_function" and node.target in _MATMUL) or (
@@ -151,7 +153,7 @@ def _product(node: Any) -> tuple[Node, Node, float] | None:
     """(q, k, scale) of q @ k^T."""
     if not isinstance(node, Node):
         return None
-    if _is_matmul(node):
+    if is_matmul(node):
         q, kt = node.args[0], node.args[1]
         k = _transposed(kt)
         return None if k is None or not isinstance(q, Node) else (q, k, 1.0)
@@ -206,13 +208,13 @@ def _down(soft: Node) -> tuple[Node, Node, float] | None:
     node, dropout = soft, 0.0
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if _is_matmul(user) and user.args[0] is node and isinstance(user.args[1], Node):
+        if is_matmul(user) and user.args[0] is node and isinstance(user.args[1], Node):
             return user, user.args[1], dropout
         if user.target is torch.einsum and isinstance(user.args[0], str) and user.args[1] is node:
             p, v, out = user.args[0].replace(" ", "").replace("->", ",").split(",")
             right = p[:-2] == v[:-2] == out[:-2] and p[-1] == v[-2] and out[-2] == p[-2] and out[-1] == v[-1]
             return (user, user.args[2], dropout) if right else None  # type: ignore[return-value]
-        if user.op == "call_function" and user.target in _DROPOUT:
+        if user.op == "call_function" and user.target in DROPOUT:
             if ops_view.operand(user, 2, "training", True):
                 dropout = float(ops_view.operand(user, 1, "p", 0.5))
         elif ops_view.canonical(user) != "cast":

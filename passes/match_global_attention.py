@@ -24,6 +24,7 @@ from torch.fx import Node
 from graphopt.passes import attention_view, ops_view, source
 from graphopt.passes.attention_view import Attention
 from graphopt.passes.axes import Axes, Axis, Dim, Join, key, leaves, sequence_of
+from graphopt.passes.facts import gather
 
 GLOBAL = ("video", "joint")
 Size = Any  # int or SymInt
@@ -183,6 +184,11 @@ def _limits(site: Site) -> Site:
         return replace(site, reason=f"dropout {a.dropout:g} inside the attention has no windowed form here")
     if v is None or not ops_view.same_size(v.shape[-1], site.head_dim):
         return replace(site, reason="keys and values have different head dimensions")
+    if a.spelling != "sdpa":
+        facts = gather(site.graph)
+        write = facts.write_between(min(facts.index[n] for n in (a.q, a.k, a.v)), facts.index[a.node], [a.q, a.k, a.v])
+        if write is not None:
+            return replace(site, reason=f"an in-place write ({write.name}) inside the attention")
     if a.spelling != "sdpa" and site.kind == "joint" and a.mask is not None:
         return replace(site, reason="a mask in attention that is written out")
     return site
