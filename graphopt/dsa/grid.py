@@ -1,0 +1,149 @@
+"""The latent grid (T, H, W) of the video that is going through a model: given by the user, or read from the inputs.
+
+A grid is never made up from a number of tokens.  Every attention checks it against its sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphopt import _compat
+from graphopt.errors import ConfigError
+
+Grid = tuple[int, int, int]
+
+
+class _Current:
+    """The grid of the innermost `video_grid`."""
+
+    grid: Grid | None = None
+
+
+CURRENT = _Current()
+
+
+class video_grid:  # noqa: N801  (used as a function)
+    """`with graphopt.dsa.video_grid(T, H, W):` says the grid of the videos inside, in tokens after patching.
+
+    Needed where a converted block is called or compiled by itself, without the converted model around it.  With
+    activation checkpointing in eager mode the backward belongs inside as well, since it runs the block again.
+    """
+
+    def __init__(self, T: int, H: int, W: int) -> None:
+        if not torch.compiler.is_compiling() and min(T, H, W) < 1:
+            raise ConfigError(f"a grid needs three sizes of at least 1, not {(T, H, W)}", where="video_grid",
+                              remedy="pass (T, H, W) in tokens, after patching")
+        self.grid = (T, H, W)
+        self.outer: Grid | None = None
+
+    def __enter__(self) -> Grid:
+        self.outer = CURRENT.grid
+        CURRENT.grid = self.grid
+        return self.grid
+
+    def __exit__(self, *error: Any) -> None:
+        CURRENT.grid = self.outer
+
+
+class Scope:
+    """What the converted layers of one model share: the grid of the forward that is running.
+
+    Eager activation checkpointing runs a block again inside the backward, when no forward is running.  So the grid of a
+    forward holds until its backward ends, and is set again when that backward begins.  There is one field for it: code
+    compiled per block is guarded by what it read, and must be the same code when it runs again.
+    """
+
+    def __init__(self) -> None:
+        self.grid: Grid | None = None
+        self.backward: int = -1
+        self.ambiguous = False
+        self.dense = False
+        self.distilling = False
+        self.recorder: Callable[..., None] | None = None
+        self.losses: dict[str, Tensor] = {}
+
+    def current(self) -> Grid:
+        """The grid that holds now; ConfigError if there is none."""
+        if CURRENT.grid is not None:
+            return CURRENT.grid
+        if self.ambiguous:
+            raise ConfigError(
+                "one backward runs checkpointed blocks of two forwards with different grids again",
+                remedy="call backward once per forward, or wrap forward and backward in graphopt.dsa.video_grid",
+            )
+        if self.grid is None:
+            raise ConfigError(
+                "the grid of the video is not known here: a converted block runs without the model around it",
+                remedy="wrap the call in `with graphopt.dsa.video_grid(T, H, W):`, in tokens after patching",
+            )
+        return self.grid
+
+    def remember(self, outputs: Any, grid: Grid) -> bool:
+        """When the backward of this forward begins, its grid holds again.  False if there can be no backward."""
+        tensors = [t for t in _compat.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(lambda grad: self._begin(grid))
+        return bool(tensors)
+
+    def _begin(self, grid: Grid) -> None:
+        this = _compat.backward_id()
+        self.ambiguous = this == self.backward and grid != self.grid
+        if this != self.backward:
+            _compat.after_backward(self._end)
+        self.backward, self.grid = this, grid
+
+    def _end(self) -> None:
+        self.grid, self.backward, self.ambiguous = None, -1, False
+
+
+def reader_of(model: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]:
+    """How to read the grid from the inputs of a model's forward: (args, kwargs) -> grid, or None if they do not show it.
+
+    Either the inputs are tokens with `num_frames`, `height` and `width` (LTX), or a latent [B, C, T, H, W] or
+    [B, T, C, H, W] whose patch size is in the model's config or in its patch embedding.
+    """
+    found = _patch(model)
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Grid | None:
+        sizes = (kwargs.get("num_frames"), kwargs.get("height"), kwargs.get("width"))
+        latent = _latent(args, kwargs)
+        if latent is None:
+            return None if None in sizes else sizes  # type: ignore[return-value]
+        if found is None:
+            return None
+        (pt, ph, pw), channels = found
+        if latent.shape[1] == channels:
+            T = latent.shape[2]
+        elif latent.shape[2] == channels:
+            T = latent.shape[1]
+        else:
+            return None
+        return T // pt, latent.shape[3] // ph, latent.shape[4] // pw
+
+    return read
+
+
+def _latent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    for value in (kwargs.get("hidden_states"), *args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dim() == 5:
+            return value
+    return None
+
+
+def _patch(model: nn.Module) -> tuple[Grid, int] | None:
+    """((pt, ph, pw), channels of the latent)."""
+    config = getattr(model, "config", None)
+    size = getattr(config, "patch_size", None)
+    channels = getattr(config, "in_channels", None)
+    if isinstance(channels, int) and isinstance(size, (int, tuple, list)):
+        if not isinstance(size, int):
+            return (tuple(size), channels) if len(size) == 3 else None  # type: ignore[return-value]
+        return (getattr(config, "patch_size_t", None) or 1, size, size), channels
+    for module in model.modules():
+        if isinstance(module, nn.Conv3d) and module.kernel_size == module.stride:
+            return module.kernel_size, module.in_channels  # type: ignore[return-value]
+    return None
