@@ -135,16 +135,22 @@ def _chosen(model: nn.Module, configs: dict[str, DSAConfig], keep: tuple[int, ..
 
 
 def _candidates(modules: dict[str, nn.Module]) -> list[str]:
-    return [n for n, m in modules.items() if _input_layer(m) is not None and not getattr(m, "is_cross_attention", False)]
+    return [n for n, m in modules.items() if input_layer(m) is not None and not getattr(m, "is_cross_attention", False)]
 
 
-def _input_layer(module: nn.Module) -> nn.Module | None:
+def head_count(module: nn.Module) -> int | None:
+    """How many heads an attention module has, None if it does not say."""
+    return next((h for n in HEADS if isinstance(h := getattr(module, n, None), int)), None)
+
+
+def input_layer(module: nn.Module) -> nn.Module | None:
+    """The linear layer that makes an attention module's queries, None if there is none by a usual name."""
     return next((c for n in LINEAR_INPUTS if hasattr(c := getattr(module, n, None), "in_features")), None)
 
 
 def _head(module: nn.Module, name: str, config: DSAConfig, scope: Scope) -> OffsetHead:
-    layer = _input_layer(module)
-    heads = next((h for n in HEADS if isinstance(h := getattr(module, n, None), int)), None)
+    layer = input_layer(module)
+    heads = head_count(module) if layer is not None else None
     if layer is None or heads is None:
         raise ConfigError(f"{type(module).__name__} is no attention module that can be read", where=name,
                           remedy=f"it needs a linear layer called {', '.join(LINEAR_INPUTS[:4])}, .. and one of "
