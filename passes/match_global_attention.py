@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from graphopt.passes import attention_view, ops_view, source
 from graphopt.passes.attention_view import Attention
-from graphopt.passes.axes import Axes, Axis, Dim, Join, key, leaves, sequence_of
+from graphopt.passes.axes import Axes, Axis, Dim, Join, Piece, key, leaves, sequence_of
 from graphopt.passes.facts import gather
 
 GLOBAL = ("video", "joint")
@@ -136,6 +136,8 @@ def _other(site: Site, of_q: Dim, parts: list[Dim], outputs: set[Axis]) -> tuple
         return "unknown", {}
     if None in axes:
         return "unknown", {}
+    if any(isinstance(f.axis, Piece) for p in parts for f in p):
+        return "unknown", {"reason": "its tokens are a part of a sequence"}
     if any(x.rank == 4 for x in axes if x is not None):
         return "image", {}
     if not axes & outputs:

@@ -17,13 +17,52 @@ from graphopt.errors import ConfigError
 Grid = tuple[int, int, int]
 
 
-class _Current:
-    """The grid of the innermost `video_grid`."""
+class Cell:
+    """A grid that may be known.
 
-    grid: Grid | None = None
+    It is kept as the shape of an empty tensor: Dynamo makes sizes of tensors symbols when they change (of plain numbers
+    that a module reaches it makes constants), so a block compiled by itself serves every resolution.  A grid that is
+    written while a whole model is traced consists of sizes already.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self.carrier = torch.empty(1, 1, 1, 0)
+        self.traced: Grid | None = None
+
+    def read(self) -> Grid | None:
+        """The grid, if it is known."""
+        if self.traced is not None:
+            return self.traced
+        if not self.known:
+            return None
+        T, H, W, _ = self.carrier.shape
+        return T, H, W
+
+    def write(self, grid: Grid | None) -> None:
+        """None: not known any more."""
+        self.known = grid is not None
+        if grid is not None:
+            self.carrier = torch.empty(*grid, 0)
+
+    def push(self, grid: Grid | None) -> Any:
+        """Write a grid; returns what `pop` needs to undo it."""
+        if torch.compiler.is_dynamo_compiling():
+            before, self.traced = self.traced, grid
+            return before
+        state = self.known, self.carrier
+        self.write(grid)
+        return state
+
+    def pop(self, before: Any) -> None:
+        """Undo a `push`."""
+        if torch.compiler.is_dynamo_compiling():
+            self.traced = before
+        else:
+            self.known, self.carrier = before
 
 
-CURRENT = _Current()
+CELLS = [Cell()]  # the first is that of `video_grid`, one more for each converted model
 
 
 class video_grid:  # noqa: N801  (used as a function)
@@ -38,15 +77,14 @@ class video_grid:  # noqa: N801  (used as a function)
             raise ConfigError(f"a grid needs three sizes of at least 1, not {(T, H, W)}", where="video_grid",
                               remedy="pass (T, H, W) in tokens, after patching")
         self.grid = (T, H, W)
-        self.outer: Grid | None = None
+        self.outer: Any = None
 
     def __enter__(self) -> Grid:
-        self.outer = CURRENT.grid
-        CURRENT.grid = self.grid
+        self.outer = CELLS[0].push(self.grid)
         return self.grid
 
     def __exit__(self, *error: Any) -> None:
-        CURRENT.grid = self.outer
+        CELLS[0].pop(self.outer)
 
 
 class Scope:
@@ -58,7 +96,8 @@ class Scope:
     """
 
     def __init__(self) -> None:
-        self.grid: Grid | None = None
+        CELLS.append(Cell())
+        self.cell = len(CELLS) - 1
         self.backward: int = -1
         self.ambiguous = False
         self.dense = False
@@ -66,21 +105,29 @@ class Scope:
         self.recorder: Callable[..., None] | None = None
         self.losses: dict[str, Tensor] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
+        """A copied model knows its own grid."""
+        memo[id(self)] = twin = Scope()
+        twin.dense, twin.distilling = self.dense, self.distilling
+        return twin
+
     def current(self) -> Grid:
         """The grid that holds now; ConfigError if there is none."""
-        if CURRENT.grid is not None:
-            return CURRENT.grid
+        grid = CELLS[0].read()
+        if grid is not None:
+            return grid
         if self.ambiguous:
             raise ConfigError(
                 "one backward runs checkpointed blocks of two forwards with different grids again",
                 remedy="call backward once per forward, or wrap forward and backward in graphopt.dsa.video_grid",
             )
-        if self.grid is None:
+        grid = CELLS[self.cell].read()
+        if grid is None:
             raise ConfigError(
                 "the grid of the video is not known here: a converted block runs without the model around it",
                 remedy="wrap the call in `with graphopt.dsa.video_grid(T, H, W):`, in tokens after patching",
             )
-        return self.grid
+        return grid
 
     def remember(self, outputs: Any, grid: Grid) -> bool:
         """When the backward of this forward begins, its grid holds again.  False if there can be no backward."""
@@ -91,13 +138,15 @@ class Scope:
 
     def _begin(self, grid: Grid) -> None:
         this = _compat.backward_id()
-        self.ambiguous = this == self.backward and grid != self.grid
+        self.ambiguous = this == self.backward and grid != CELLS[self.cell].read()
         if this != self.backward:
             _compat.after_backward(self._end)
-        self.backward, self.grid = this, grid
+        self.backward = this
+        CELLS[self.cell].write(grid)
 
     def _end(self) -> None:
-        self.grid, self.backward, self.ambiguous = None, -1, False
+        CELLS[self.cell].write(None)
+        self.backward, self.ambiguous = -1, False
 
 
 def reader_of(model: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]:

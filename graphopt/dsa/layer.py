@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt.codegen.dsa.marker import MARK
 from graphopt.dsa.attention import video_attention
-from graphopt.dsa.grid import CURRENT, Grid, Scope
+from graphopt.dsa.grid import CELLS, Grid, Scope
 from graphopt.dsa.head import OffsetHead
 from graphopt.errors import ConfigError
 
@@ -180,30 +181,29 @@ class Around:
         """The model's own forward, with the grid known inside."""
         handle = self._graphopt_dsa
         scope: Scope = handle.scope
-        grid = CURRENT.grid
+        grid = CELLS[0].read()
         if grid is None:
             grid = handle.read_grid(args, kwargs)
-        outer = scope.grid
-        scope.grid, keep = grid, False
+        cell, keep = CELLS[scope.cell], False
+        outer = cell.push(grid)
         try:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
             if grid is not None and not torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
                 keep = scope.remember(out, grid)
         finally:
             if not keep:
-                scope.grid = outer
+                cell.pop(outer)
         return out
 
 
+@cache
 def mixed(cls: type, mixin: type) -> type:
-    """A subclass of `cls` with the mixin in front, under the same name (checkpoints of diffusers name the class)."""
+    """A subclass of `cls` with the mixin in front, under the same name (checkpoints of diffusers name the class).
+
+    One for all modules of a class: code compiled for one block then serves the others.
+    """
     made = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
     return made
-
-
-def has_mixin(module: nn.Module, mixin: type) -> bool:
-    """Is the module of a class made by `mixed`?"""
-    return isinstance(module, mixin)
 
 
 def taken_back(module: nn.Module, mixin: type) -> type | None:
