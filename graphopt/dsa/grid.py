@@ -46,20 +46,17 @@ class Cell:
             self.carrier = torch.empty(*grid, 0)
 
     def push(self, grid: Grid | None) -> Any:
-        """Write a grid; returns what `pop` needs to undo it."""
+        """Write a grid; returns what `pop` needs to undo it (a graph break may lie between)."""
+        before = self.known, self.carrier, self.traced
         if torch.compiler.is_dynamo_compiling():
-            before, self.traced = self.traced, grid
-            return before
-        state = self.known, self.carrier
-        self.write(grid)
-        return state
+            self.traced = grid
+        else:
+            self.write(grid)
+        return before
 
     def pop(self, before: Any) -> None:
         """Undo a `push`."""
-        if torch.compiler.is_dynamo_compiling():
-            self.traced = before
-        else:
-            self.known, self.carrier = before
+        self.known, self.carrier, self.traced = before
 
 
 CELLS = [Cell()]  # the first is that of `video_grid`, one more for each converted model

@@ -53,7 +53,12 @@ class OffsetHead(nn.Module):
         """[B, groups, N, 3] in tokens, fp32 (per tap: [B, groups, N, taps, 3]); x is [B, N, channels]."""
         if self.config.offsets == "zero":
             return None
-        raw = offset_head(x, self.conv_weight, self.conv_bias, self.out_weight, self.out_bias, grid)
+        weights = (self.conv_weight, self.conv_bias, self.out_weight, self.out_bias)
+        if torch.compiler.is_dynamo_compiling():  # compiled code runs outside autocast
+            raw = offset_head(x, *weights, grid)
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                raw = offset_head(x, *weights, grid)
         B, N = x.shape[0], x.shape[1]
         if self.config.offsets == "tap":
             offsets = raw.view(B, N, self.groups, -1, 3).permute(0, 2, 1, 3, 4)

@@ -124,9 +124,10 @@ class Redirect(TorchFunctionMode):
             y = dense()
         else:
             try:
-                y = video_attention(
-                    query, key, value, self.offsets, grid=self.grid, window=head.config.window, text=text,
-                    text_first=first, boundary=head.config.boundary, **same)  # type: ignore[arg-type]
+                with torch.autocast(kind, enabled=False):
+                    y = video_attention(
+                        query, key, value, self.offsets, grid=self.grid, window=head.config.window, text=text,
+                        text_first=first, boundary=head.config.boundary, **same)  # type: ignore[arg-type]
             except ConfigError as error:
                 raise ConfigError(error.what, where=f"{head.fqn}: {error.where}", remedy=error.remedy) from error
         if scope.distilling:

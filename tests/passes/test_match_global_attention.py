@@ -4,7 +4,6 @@ and small programs for every spelling and every near miss."""
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import tiny_video
 import torch
 import torch.nn.functional as F
 import zoo
+from tiny_video import SPELLINGS, attention_as
 from torch import Tensor, nn
 
 import graphopt
@@ -47,41 +47,6 @@ def sites(f, *args: Tensor, dynamic: bool | None = None) -> list[match_global_at
 
     torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
     return found
-
-
-def written_matmul(q, k, v, mask=None):
-    p = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
-    return p @ v
-
-
-def written_scaled_q(q, k, v, mask=None):
-    return torch.matmul(torch.softmax(torch.matmul(q * 0.5, k.mT) / 2, dim=-1), v)
-
-
-def written_float(q, k, v, mask=None):
-    p = F.softmax(torch.matmul(q, k.transpose(2, 3)).float() / math.sqrt(q.shape[-1]), dim=-1).type_as(v)
-    return torch.matmul(F.dropout(p, 0.0), v)
-
-
-def written_einsum(q, k, v, mask=None):
-    logits = torch.einsum("bhid,bhjd->bhij", q, k) * 0.25
-    return torch.einsum("bhij,bhjd->bhid", logits.softmax(dim=-1), v)
-
-
-def written_baddbmm(q, k, v, mask=None):
-    """diffusers' AttnProcessor: heads in the batch."""
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    empty = torch.empty(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype)
-    logits = torch.baddbmm(empty, q, k.transpose(-1, -2), beta=0, alpha=0.25)
-    return torch.bmm(logits.softmax(dim=-1), v).unflatten(0, (-1, 2))
-
-
-SPELLINGS = {"matmul": (written_matmul, 8**-0.5), "scaled q": (written_scaled_q, 0.25), "float": (written_float, 8**-0.5),
-             "einsum": (written_einsum, 0.25), "baddbmm": (written_baddbmm, 0.25)}
-
-
-def attention_as(attend) -> type:
-    return type("Written", (tiny_video.Attention,), {"attend": staticmethod(attend)})
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
