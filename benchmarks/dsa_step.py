@@ -2,7 +2,7 @@
 
     python benchmarks/dsa_step.py [--layers 4] [--grids 21x30x52,21x45x80] [--window 3x7x7] [--whole] [--out FOLDER]
 
-Systems: eager, inductor, graphopt (all dense), graphopt_dsa (every layer converted, learned offsets of about +-(1, 2, 2)
+Systems: eager, inductor, graphopt (all dense), graphopt_dsa (every layer converted, offsets of about +-(1, 2, 2)
 tokens), graphopt_window (converted with zero offsets, no parameters).  A row: forward_ms (no_grad), step_ms (forward +
 backward), peak_gib of a step, grad_norm, ratio (step_ms over that of graphopt dense in the same run).  Blocks are
 compiled one by one, which takes a quarter of the time; --whole compiles the model.
@@ -27,7 +27,8 @@ SYSTEMS = ("graphopt", "graphopt_dsa", "graphopt_window", "inductor", "eager")
 def converted(model: torch.nn.Module, system: str, window: tuple[int, int, int]) -> graphopt.dsa.Handle:
     """The model with sliding attention in every layer; heads get offsets that differ from head to head and place."""
     offsets = "head" if system == "graphopt_dsa" else "zero"
-    handle = graphopt.dsa.convert(model, graphopt.dsa.DSAConfig(window=window, offsets=offsets), select="blocks.*.attn1")
+    config = graphopt.dsa.DSAConfig(window=window, offsets=offsets)
+    handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
     torch.manual_seed(2)
     for head in handle.layers.values():
         if offsets == "head":
@@ -42,7 +43,8 @@ def compiled(model: torch.nn.Module, system: str, whole: bool) -> torch.nn.Modul
     torch._dynamo.reset()
     for module in (model, *model.blocks):
         module._compiled_call_impl = None
-    how = {"backend": "graphopt"} if system.startswith("graphopt") else {"options": {"triton.mix_order_reduction": False}}
+    stock = {"options": {"triton.mix_order_reduction": False}}
+    how = {"backend": "graphopt"} if system.startswith("graphopt") else stock
     for module in [] if system == "eager" else [model] if whole else model.blocks:
         module.compile(**how)
     return model

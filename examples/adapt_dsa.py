@@ -10,8 +10,10 @@ without offsets an object faster than 1 token per frame leaves it between frames
 
 Dense pre-training; then four arms from the same weights, with the same data and number of steps:
 
-    dense     goes on as it is                                window    sliding, offsets fixed at zero
-    dsa       sliding, one learned offset per token and head  tap       sliding, one learned offset per tap (paper's form)
+    dense     goes on as it is
+    window    sliding, offsets fixed at zero
+    dsa       sliding, one learned offset per token and head
+    tap       sliding, one learned offset per tap (the paper's form)
 
 The sliding arms start with layer-wise distillation (dense attention on a layer's own q, k, v is the teacher) beside the
 diffusion loss.  Reported: mean squared error of the clean video on the pixels of objects, by speed, on held-out videos.
@@ -59,14 +61,15 @@ class Setup:
     head_lr: float = 1e-3
 
 
-SMOKE = Setup(frames=3, pixels=8, square=4, heads=2, head_dim=12, layers=2, window=(1, 3, 3), batch=2, pretrain=2, distill=1,
-              adapt=2, every=1, held_out=2)
+SMOKE = Setup(frames=3, pixels=8, square=4, heads=2, head_dim=12, layers=2, window=(1, 3, 3), batch=2, pretrain=2,
+              distill=1, adapt=2, every=1, held_out=2)
 
 
 def videos(s: Setup, n: int, speeds: torch.Tensor, g: torch.Generator, device: str) -> tuple[torch.Tensor, torch.Tensor,
                                                                                              torch.Tensor]:
     """(video [n, 3, T, H, W] in -1 .. 1, object mask [n, 1, T, H, W], velocity [n, 2] in pixels); walls reflect."""
-    rand = lambda *shape: torch.rand(*shape, generator=g, device=device)
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=g, device=device)
     room = s.pixels - s.square
     texture = rand(n, 3, s.square, s.square) * 2 - 1
     angle = rand(n) * 2 * torch.pi
@@ -110,11 +113,13 @@ class Run:
             self.held_out.append((*data, torch.randn(data[0].shape, generator=g, device=device)))
 
     def velocity(self, model: torch.nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """What the model says noise - video is, for videos x at noise levels t [n]."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             text = self.text.expand(len(x), -1, -1)
             return model(hidden_states=x, timestep=t * 1000, encoder_hidden_states=text, return_dict=False)[0].float()
 
     def loss(self, model: torch.nn.Module, g: torch.Generator) -> torch.Tensor:
+        """The flow-matching loss of a fresh batch."""
         speeds = torch.randint(0, len(SPEEDS), (self.s.batch,), generator=g, device=self.device).float()
         clean, _, _ = videos(self.s, self.s.batch, speeds, g, self.device)
         noise = torch.randn(clean.shape, generator=g, device=self.device)
@@ -201,8 +206,8 @@ def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...])
 def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Path | None) -> dict[str, Any]:
     """How the learned offsets (mean over taps) relate to the motion of the object, per layer and head.
 
-    slope: least squares of the offset (h, w) on the object's velocity, tokens per frame, over tokens on objects; 1 or -1
-    would be following it into the next or the last frame.  correlation: of the same pairs.
+    slope: least squares of the offset (h, w) on the object's velocity, tokens per frame, over tokens on objects; 1 or
+    -1 would be following it into the next or the last frame.  correlation: of the same pairs.
     """
     s = run.s
     seen: dict[str, torch.Tensor] = {}
@@ -302,8 +307,8 @@ def plot(folder: Path) -> None:
             for ax, t in zip(row, frames):
                 picture = saved["video"][:, t].float().permute(1, 2, 0) / 2 + 0.5
                 ax.imshow(picture, extent=(-0.5, W - 0.5, H - 0.5, -0.5), interpolation="nearest")
-                ax.quiver(range(W), range(H), field[t, ..., 2], field[t, ..., 1], angles="xy", scale_units="xy", scale=1,
-                          color="yellow", width=0.006)
+                ax.quiver(range(W), range(H), field[t, ..., 2], field[t, ..., 1], angles="xy", scale_units="xy",
+                          scale=1, color="yellow", width=0.006)
                 vy, vx = (saved["velocity"] / 2).tolist()
                 ax.set_title(f"layer {layer} head {head} frame {t}, motion ({vy:.0f}, {vx:.0f})", fontsize=7)
                 ax.set_axis_off()
@@ -311,6 +316,7 @@ def plot(folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("adapt_dsa"))
     parser.add_argument("--seeds", default="0,1,2")

@@ -390,13 +390,3 @@ def without_torch_function() -> Any:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Does torch.func hold this tensor in a wrapper of its own (a batch, a level of grad)?"""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def backward_id() -> int:
-    """A number of the backward pass that is running in this thread, -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
-def after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that is running ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

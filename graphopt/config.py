@@ -157,7 +157,8 @@ def _request(option: str, given: Any) -> Request | None:
     values["keep_dense"] = (keep,) if isinstance(keep, int) else tuple(keep)
     for key, allowed in (("boundary", ("inside", "border")), ("text", ("none", "first", "last"))):
         if key in values and values[key] not in allowed:
-            raise ConfigError(f"{option}: {key} is {values[key]!r}", remedy=f"use one of {', '.join(map(repr, allowed))}")
+            raise ConfigError(f"{option}: {key} is {values[key]!r}",
+                              remedy=f"use one of {', '.join(map(repr, allowed))}")
     return Request(**values)
 
 

@@ -22,51 +22,19 @@ from torch.fx import Node
 
 from graphopt import _compat
 from graphopt.passes import attention_view, ops_view
+from graphopt.passes.axis_factors import (
+    Axis,
+    Dims,
+    Factor,
+    Size,
+    Unknown,
+    joined,
+    leaves,
+    regroup,
+    size_of,
+    sliced,
+)
 from graphopt.passes.facts import is_state
-
-Size = Any  # int or SymInt
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A dimension of an input of the graph, of a tensor with `rank` dimensions."""
-
-    source: str
-    dim: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class Join:
-    """A concatenation along a dimension; each part is a tuple of axes (None: of unknown origin)."""
-
-    parts: tuple[tuple[Axis | Join | Piece | None, ...], ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of a dimension; `start` and `whole` tell pieces of equal size apart."""
-
-    of: tuple[Axis | Join | Piece | None, ...]
-    start: str
-
-
-@dataclass
-class Factor:
-    """A factor of a dimension: its axis (None: unknown) and its size.
-
-    A Join knows the factors of its parts, a Piece where it starts and the dimension it is cut from.
-    """
-
-    axis: Axis | Join | Piece | None
-    size: Size
-    parts: list[list[Factor]] | None = None
-    start: Size = 0
-    whole: list[Factor] | None = None
-
-
-Dim = list[Factor]
-Dims = list[Dim]
 
 # values element by element, normalisations over the last dimension, linear layers over the last dimension, copies
 _KEEPS = {
@@ -76,19 +44,6 @@ _KEEPS = {
     "double", "type_as", "type", "addcmul", "square", "addcdiv", "log", "abs", "lerp", "softplus",
     "native_layer_norm", "leaky_relu", "mish", "hardswish", "elu", "reciprocal", "erf", "view_as_real",
 }
-
-
-def sequence_of(dims: Dims | None, dim: int) -> Dim:
-    """The factors of a dimension with an axis, [] if its origin is unknown."""
-    if dims is None or not -len(dims) <= dim < len(dims):
-        return []
-    factors = [f for f in dims[dim] if not ops_view.same_size(f.size, 1)]
-    return [] if any(f.axis is None for f in factors) else factors
-
-
-def key(dim: Dim) -> tuple[Axis | Join | Piece | None, ...]:
-    """What makes two dimensions the same sequence: their axes in order."""
-    return tuple(f.axis for f in dim)
 
 
 class Axes:
@@ -116,7 +71,7 @@ class Axes:
             elif node.op in ("call_function", "call_method"):
                 try:
                     self.of[node] = self._step(gm, node)
-                except _Unknown:
+                except Unknown:
                     self.of[node] = None
         return None
 
@@ -159,7 +114,7 @@ class Axes:
             for i in range(1, min(len(dims), len(result)) + 1):
                 known = any(f.axis is not None for f in dims[-i])
                 if known and all(f.axis is None for f in result[-i]) and ops_view.same_size(
-                        _size(dims[-i]), v.shape[-i]):
+                        size_of(dims[-i]), v.shape[-i]):
                     result[-i] = dims[-i]
         if node.target in (F.linear,):
             result[-1] = [Factor(None, v.shape[-1])]
@@ -168,7 +123,7 @@ class Axes:
     def _reshape(self, node: Node) -> Dims | None:
         dims, v = self._first(node), ops_view.value(node)
         if v is None:
-            raise _Unknown
+            raise Unknown
         return regroup(dims, list(v.shape))
 
     _view = _flatten = _unflatten = _unsqueeze = _squeeze = _reshape
@@ -177,7 +132,7 @@ class Axes:
         dims = list(self._first(node))
         a, b = (ops_view.operand(node, 1, "dim0"), ops_view.operand(node, 2, "dim1"))
         if not isinstance(a, int) or not isinstance(b, int):
-            raise _Unknown
+            raise Unknown
         dims[a], dims[b] = dims[b], dims[a]
         return dims
 
@@ -189,7 +144,7 @@ class Axes:
         if len(order) == 1 and isinstance(order[0], (tuple, list)):
             order = tuple(order[0])
         if not order or not all(isinstance(d, int) for d in order):
-            raise _Unknown
+            raise Unknown
         return [dims[d] for d in order]  # type: ignore[index]
 
     def _expand(self, node: Node) -> Dims | None:
@@ -198,13 +153,13 @@ class Axes:
     def _repeat_interleave(self, node: Node) -> Dims:
         dims, v = self._first(node), ops_view.value(node)
         if v is None or v.dim() != len(dims) or not isinstance(ops_view.operand(node, 1, "repeats"), int):
-            raise _Unknown
-        return [d if ops_view.same_size(_size(d), n) else [Factor(None, n)] for d, n in zip(dims, v.shape)]
+            raise Unknown
+        return [d if ops_view.same_size(size_of(d), n) else [Factor(None, n)] for d, n in zip(dims, v.shape)]
 
     def _conv(self, node: Node) -> Dims:
         dims, v = self._first(node), ops_view.value(node)
         if v is None or len(dims) != v.dim():
-            raise _Unknown
+            raise Unknown
         out: Dims = [dims[0], [Factor(None, v.shape[1])]]
         for old, n in zip(dims[2:], v.shape[2:]):
             real = [f for f in old if not ops_view.same_size(f.size, 1)] or old[:1]
@@ -219,7 +174,7 @@ class Axes:
         v = ops_view.value(node)
         known = [self.of.get(p) for p in parts]  # type: ignore[union-attr]
         if v is None or not isinstance(dim, int) or not any(isinstance(k, list) for k in known):
-            raise _Unknown
+            raise Unknown
         dim %= v.dim()
         values = [ops_view.value(p) for p in parts]  # type: ignore[union-attr]
         result: Dims = []
@@ -238,7 +193,7 @@ class Axes:
         dim, v = ops_view.operand(node, 1, "dim", 0), ops_view.value(node)
         first = next((k for k in map(self.of.get, parts) if isinstance(k, list)), None)  # type: ignore[arg-type]
         if v is None or first is None or not isinstance(dim, int):
-            raise _Unknown
+            raise Unknown
         out = list(first)
         out.insert(dim % v.dim(), [Factor(None, v.shape[dim])])
         return out
@@ -247,7 +202,7 @@ class Axes:
         dims = self._first(node)
         out = node.meta.get("example_value")
         if not isinstance(out, (tuple, list)):
-            raise _Unknown
+            raise Unknown
         if getattr(node.target, "__name__", node.target) == "unbind":
             dim = ops_view.operand(node, 1, "dim", 0)
             return [_Tuple([d for i, d in enumerate(dims) if i != dim % len(dims)]) for _ in out]
@@ -316,12 +271,8 @@ class Axes:
         base = node.args[0] if node.args else node.kwargs.get("input")
         dims = self.of.get(base)  # type: ignore[arg-type]
         if not isinstance(dims, list) or (dims and isinstance(dims[0], _Tuple)):
-            raise _Unknown
+            raise Unknown
         return dims
-
-
-class _Unknown(Exception):
-    """The axes of an operand are not known."""
 
 
 @dataclass
@@ -345,103 +296,8 @@ def _tree(value: Any, of: dict[Node, Any]) -> Any:
 
 
 def _width(dims: Dims) -> int:
-    return sum(not ops_view.same_size(_size(d), 1) for d in dims)
+    return sum(not ops_view.same_size(size_of(d), 1) for d in dims)
 
 
 def _number(x: Any) -> Any:
     return x.meta.get("example_value") if isinstance(x, Node) else x
-
-
-def _size(dim: Dim) -> Size:
-    n: Size = 1
-    for f in dim:
-        n = n * f.size
-    return n
-
-
-def leaves(axis: Axis | Join | Piece | None) -> list[Axis | None]:
-    """The axes inside a factor."""
-    if isinstance(axis, Join):
-        return [a for part in axis.parts for x in part for a in leaves(x)]
-    if isinstance(axis, Piece):
-        return [a for x in axis.of for a in leaves(x)]
-    return [axis]
-
-
-def joined(each: list[Dim], size: Size) -> Dim:
-    """One dimension out of several, one after the other.
-
-    A Join inside is taken apart, empty parts are left out, pieces that follow one another become what they were cut from.
-    """
-    parts: list[Dim] = []
-    for dim in each:
-        for part in dim[0].parts if len(dim) == 1 and dim[0].parts is not None else [dim]:
-            if ops_view.same_size(_size(part), 0):
-                continue
-            last = parts[-1][0] if parts and len(parts[-1]) == 1 else None
-            this = part[0] if len(part) == 1 else None
-            if (last and this and last.whole is not None and this.whole is not None
-                    and key(last.whole) == key(this.whole) and ops_view.same_size(last.start + last.size, this.start)):
-                parts[-1] = _piece(last.whole, last.start, last.size + this.size)
-            else:
-                parts.append(part)
-    if len(parts) == 1:
-        return parts[0]
-    return [Factor(Join(tuple(tuple(f.axis for f in p) for p in parts)), size, parts)]
-
-
-def _piece(dim: Dim, start: Size, size: Size) -> Dim:
-    if ops_view.same_size(_size(dim), size):
-        return dim
-    return [Factor(Piece(key(dim), str(start)), size, start=start, whole=dim)]
-
-
-def sliced(dim: Dim, start: Size, size: Size) -> Dim:
-    """A run of a dimension: all of it, whole parts of a Join, or a piece."""
-    if len(dim) == 1 and dim[0].parts is not None and not ops_view.same_size(_size(dim), size):
-        at: Size = 0
-        for i, _ in enumerate(dim[0].parts):
-            if ops_view.same_size(at, start):
-                total: Size = 0
-                for j in range(i, len(dim[0].parts)):
-                    total = total + _size(dim[0].parts[j])
-                    if ops_view.same_size(total, size):
-                        return joined(dim[0].parts[i : j + 1], size)
-            at = at + _size(dim[0].parts[i])
-    if all(f.axis is None for f in dim):
-        return [Factor(None, size)]
-    return _piece(dim, start, size)
-
-
-def regroup(dims: Dims, shape: list[Size]) -> Dims:
-    """A reshape: factors are dealt out to the new dimensions in order.
-
-    Where a factor is cut, its slow part keeps the axis and the fast part has none (it goes into the channels of a patch).
-    """
-    pool = [f for d in dims for f in d if not ops_view.same_size(f.size, 1)]
-    out: Dims = []
-    for n in shape:
-        taken: Dim = []
-        left: Size = n
-        while not ops_view.same_size(left, 1):
-            if not pool:
-                raise _Unknown
-            head = pool[0]
-            if ops_view.same_size(head.size, left) or _divides(head.size, left):
-                taken.append(pool.pop(0))
-                left = left // head.size
-            elif _divides(left, head.size):
-                taken.append(Factor(head.axis, left))
-                pool[0] = Factor(None, head.size // left)
-                left = 1
-            else:
-                raise _Unknown
-        out.append(taken or [Factor(None, 1)])
-    return out
-
-
-def _divides(a: Size, b: Size) -> bool:
-    """Is b a multiple of a, for certain?"""
-    if isinstance(a, int) and isinstance(b, int):
-        return a > 0 and b % a == 0
-    return ops_view.same_size(b % a, 0)

@@ -165,8 +165,8 @@ def _marked(gm: fx.GraphModule, sites: dict[Node, Attention]) -> dict[Node, Node
         raise ConfigError(
             "the attention of a converted module is not in the graph its input is in: a graph break lies between",
             where=f"{source.fqn(lost) or _owner_class(lost)} ({source.where(lost)})",
-            remedy="TORCH_LOGS=graph_breaks names the break; leave the module out of convert's select, or run it eagerly "
-            "(torch.compiler.disable)",
+            remedy="TORCH_LOGS=graph_breaks names the break; leave the module out of convert's select, or run it "
+            "eagerly (torch.compiler.disable)",
         )
     return found
 
@@ -280,8 +280,8 @@ def _text(site: Attention, request: Request, video: Any) -> tuple[Any, bool]:
         f"a grid of {video} video tokens does not fit a sequence of {site.tokens}"
         + (f" with {site.text} text tokens" if site.text else ""),
         where=_place(site),
-        remedy="pass the grid after patching (graphopt.dsa.video_grid(T, H, W), or \"grid\"); where text tokens are part "
-        "of the sequence, say where: text='first' or 'last'",
+        remedy="pass the grid after patching (graphopt.dsa.video_grid(T, H, W), or \"grid\"); where text tokens are "
+        "part of the sequence, say where: text='first' or 'last'",
     )
 
 
@@ -330,8 +330,9 @@ def _of_attention(node: Node) -> bool:
 
 
 def _site(site: Attention, form: Form) -> Site:
-    record = Site("video_attention", "lower_video_attention", site.fqn, site.node.name, site.where,
-                  tuple(n if isinstance(n, int) else str(n) for n in (site.batch, site.heads, site.tokens, site.head_dim)),
+    sizes = (site.batch, site.heads, site.tokens, site.head_dim)
+    shape = tuple(n if isinstance(n, int) else str(n) for n in sizes)
+    record = Site("video_attention", "lower_video_attention", site.fqn, site.node.name, site.where, shape,
                   str(site.dtype).removeprefix("torch."), "rewritten")
     if form.engine == "dense":
         return replace(record, status="declined", reason="the window covers the grid: dense attention is the same")
@@ -345,6 +346,7 @@ class Emitter:
         self.graph, self.like = graph, like
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of the function: a value, or a node."""
         nodes: list[Node] = []
         fx.node.map_arg((args, kwargs), lambda n: nodes.append(n) or n)
         if not nodes:

@@ -23,7 +23,8 @@ from torch.fx import Node
 
 from graphopt.passes import attention_view, ops_view, source
 from graphopt.passes.attention_view import Attention
-from graphopt.passes.axes import Axes, Axis, Dim, Join, Piece, key, leaves, sequence_of
+from graphopt.passes.axes import Axes
+from graphopt.passes.axis_factors import Axis, Dim, Join, Piece, key, leaves, sequence_of
 from graphopt.passes.facts import gather
 
 GLOBAL = ("video", "joint")

@@ -117,7 +117,7 @@ def merge(do: Do, y1: Any, lse1: Any, y2: Any, lse2: Any) -> Any:
 
 
 def poison(do: Do, lse: Any, seen: Any) -> Any:
-    """lse, or NaN for a sample whose mask hides video tokens: a window would read them, so nothing right can come out."""
+    """lse, or NaN for a sample whose mask hides video tokens: a window would read them, so nothing can be right."""
     whole = do(torch.all, do(torch.flatten, seen, 1), 1)
     flag = do(torch.where, whole, 0.0, float("nan"))
     return do(torch.add, lse, do(torch.unsqueeze, do(torch.unsqueeze, flag, -1), -1))

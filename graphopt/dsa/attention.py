@@ -53,7 +53,11 @@ def video_attention(
     checks.check(q, k, v, offsets, grid, window, text, padding, boundary)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     form = form_of(q, k, offsets, grid, window, scale, boundary, text != 0, text_first, masked, padding != 0)
-    return compose(lambda f, *args, **kwargs: f(*args, **kwargs), form, q, k, v, offsets, attn_mask, grid, text, padding)
+    return compose(_call, form, q, k, v, offsets, attn_mask, grid, text, padding)
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def selects_text(mask: Tensor, q: Tensor, text: int) -> bool:

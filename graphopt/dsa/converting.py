@@ -61,8 +61,8 @@ def convert(
     object.__setattr__(model, "_graphopt_dsa", handle)
     model.__class__ = mixed(type(model), Around)
     windows = sorted({h.config.window for h in heads.values()})
-    log.warning("graphopt.dsa: %d attention modules now see a window %s of the video; before finetuning this is not the "
-                "dense model", len(heads), ", ".join(map(str, windows)))
+    log.warning("graphopt.dsa: %d attention modules now see a window %s of the video; before finetuning this is not "
+                "the dense model", len(heads), ", ".join(map(str, windows)))
     return handle
 
 
@@ -111,7 +111,8 @@ def _optimizers() -> Iterable[torch.optim.Optimizer]:
     return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
 
 
-def _chosen(model: nn.Module, configs: dict[str, DSAConfig], keep: tuple[int, ...]) -> dict[str, tuple[nn.Module, DSAConfig]]:
+def _chosen(model: nn.Module, configs: dict[str, DSAConfig],
+            keep: tuple[int, ...]) -> dict[str, tuple[nn.Module, DSAConfig]]:
     """Name -> module and configuration of what is converted."""
     modules = dict(model.named_modules())
     found: dict[str, tuple[nn.Module, DSAConfig]] = {}

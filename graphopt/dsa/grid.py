@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphopt import _compat
+from graphopt import _compat, _compat_capture
 from graphopt.errors import ConfigError
 
 Grid = tuple[int, int, int]
@@ -62,7 +62,7 @@ class Cell:
 CELLS = [Cell()]  # the first is that of `video_grid`, one more for each converted model
 
 
-class video_grid:  # noqa: N801  (used as a function)
+class video_grid:
     """`with graphopt.dsa.video_grid(T, H, W):` says the grid of the videos inside, in tokens after patching.
 
     Needed where a converted block is called or compiled by itself, without the converted model around it.  With
@@ -134,10 +134,10 @@ class Scope:
         return bool(tensors)
 
     def _begin(self, grid: Grid) -> None:
-        this = _compat.backward_id()
+        this = _compat_capture.backward_id()
         self.ambiguous = this == self.backward and grid != CELLS[self.cell].read()
         if this != self.backward:
-            _compat.after_backward(self._end)
+            _compat_capture.after_backward(self._end)
         self.backward = this
         CELLS[self.cell].write(grid)
 
@@ -147,7 +147,7 @@ class Scope:
 
 
 def reader_of(model: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]:
-    """How to read the grid from the inputs of a model's forward: (args, kwargs) -> grid, or None if they do not show it.
+    """How to read the grid from the inputs of a forward: (args, kwargs) -> grid, or None if they do not show it.
 
     Either the inputs are tokens with `num_frames`, `height` and `width` (LTX), or a latent [B, C, T, H, W] or
     [B, T, C, H, W] whose patch size is in the model's config or in its patch embedding.

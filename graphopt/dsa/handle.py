@@ -53,7 +53,10 @@ class Handle:
         return options.save(path, {name: head.config for name, head in self.layers.items()})
 
     def revert(self) -> nn.Module:
-        """The dense model again: heads are dropped, all other weights stay.  ConfigError if its classes were replaced."""
+        """The dense model again: heads are dropped, all other weights stay.
+
+        ConfigError if something else replaced its classes since.
+        """
         modules = dict(self.model.named_modules())
         places = [(modules[n], Sliding) for n in self.layers if n in modules] + [(self.model, Around)]
         for module, mixin in places:

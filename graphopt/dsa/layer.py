@@ -77,7 +77,7 @@ def _video_part(head: OffsetHead, x: Tensor, grid: Grid) -> Tensor:
         return x[:, :video]
     raise ConfigError(
         f"the grid {tuple(grid)} has {video} tokens, the input has {x.shape[1]}", where=head.fqn,
-        remedy="pass the grid after patching; where text tokens are part of the input, DSAConfig(text='first') or 'last'")
+        remedy="pass the grid after patching; text tokens in the input need DSAConfig(text='first') or 'last'")
 
 
 class Redirect(TorchFunctionMode):
@@ -119,7 +119,8 @@ class Redirect(TorchFunctionMode):
         text, first = self._text(query.shape[2])
         self._check_mask(attn_mask, text, first)
         same = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        dense = (lambda: SDPA(query, key, value, **same, enable_gqa=enable_gqa))
+        def dense() -> Tensor:
+            return (SDPA(query, key, value, **same, enable_gqa=enable_gqa))
         if scope.dense:
             y = dense()
         else:

@@ -93,7 +93,8 @@ def definition(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: Gr
                scale: float | None, boundary: str, start: int, mask: Tensor | None) -> Tensor:
     """Video attention of the tokens `at`, in fp64, by 8 corners per tap; written for clearness, shared with no kernel.
 
-    q: [B, heads, T*H*W, D].  k, v: of the whole sequence, the video's tokens from `start` on.  Returns [B, heads, n, D].
+    q: [B, heads, T*H*W, D].  k, v: of the whole sequence, the video's tokens from `start` on.  Returns [B, heads, n,
+    D].
     """
     device, heads = q.device, q.shape[1]
     video = math.prod(grid)
@@ -148,8 +149,8 @@ class LayerProbe:
     """One layer, by head where a list: parts of the dense attention mass of sampled queries, and the offsets.
 
     inside, inside_fixed: on the window's tokens, with the learned offsets and with none.  text: on text tokens.
-    offset_mean, offset_max: |offset| per axis in tokens.  clamped: part of offsets the border stops.  histogram: per axis
-    (edges, counts).  box: tokens a tile of queries reads on average, box_fixed the same without offsets.
+    offset_mean, offset_max: |offset| per axis in tokens.  clamped: part of offsets the border stops.  histogram: per
+    axis (edges, counts).  box: tokens a tile of queries reads on average, box_fixed the same without offsets.
     """
 
     grid: Grid
@@ -178,7 +179,8 @@ class Probe:
     def __str__(self) -> str:
         lines = ["layer".ljust(44) + "mass inside  fixed   (worst head)  text    |offset| t, h, w      box / fixed"]
         for name, p in self.layers.items():
-            mean = lambda x: sum(x) / len(x)
+            def mean(x: list[float]) -> float:
+                return sum(x) / len(x)
             offsets = ", ".join(f"{x:.2f}" for x in p.offset_mean) or "none"
             lines.append(f"{name:<44}{mean(p.inside):>10.3f} {mean(p.inside_fixed):>7.3f} {min(p.inside):>10.3f} "
                          f"{mean(p.text):>10.3f}    {offsets:<20} {p.box:.0f} / {p.box_fixed:.0f}")

@@ -79,7 +79,8 @@ HEADER = ("owner", "kind", "tokens", "heads", "grid", "text", "dense ms", "slidi
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    number = lambda x, form="{}": "-" if x is None else form.format(x)
+    def number(x: Any, form: str = "{}") -> str:
+        return "-" if x is None else form.format(x)
     grid = "-" if row.grid is None else "x".join(map(str, row.grid))
     text = "-" if not row.text else f"{row.text} {'first' if row.text_first else 'last'}"
     heads = "-" if row.heads is None else f"{row.heads} x {row.head_dim}"
@@ -148,7 +149,8 @@ def _row(site: Site, config: DSAConfig, target: str, force: bool) -> Row:
     if config.offsets == "tap" or config.boundary != "inside":
         return replace(row, sliding_ms=None)
     if row.dense_ms is not None and ms >= row.dense_ms and not force:
-        return replace(row, reason=f"too few tokens: dense is predicted faster ({row.dense_ms:.2f} against {ms:.2f} ms)")
+        why = f"dense is predicted faster ({row.dense_ms:.2f} against {ms:.2f} ms)"
+        return replace(row, reason=f"too few tokens: {why}")
     return row
 
 

@@ -64,7 +64,8 @@ def test_a_window_over_the_grid_trains_as_the_dense_model(name: str) -> None:
     for _ in range(20):
         want, got = run(dense, **inputs), run(model, **inputs)
         heads = {n for n in got[1] if ".dsa." in n}
-        assert len(heads) == 4 * len(handle.layers) and all(not got[1].pop(n).any() for n in heads)
+        assert len(heads) == 4 * len(handle.layers)
+        assert all(not got[1].pop(n).any() for n in heads)
         assert_equal(got, want)
         for optimizer in optimizers:
             optimizer.step()
@@ -174,7 +175,8 @@ def test_lora() -> None:
             p.requires_grad_()
     want = run(model, **inputs)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert set(want[1]) == trained and all(g.any() for g in want[1].values())
+    assert set(want[1]) == trained
+    assert all(g.any() for g in want[1].values())
     assert {"lora_A", "dsa"} <= {part for n in trained for part in n.split(".")}
     f = torch.compile(model, backend="graphopt", options=AOT, fullgraph=True)
     assert_equal(run(model, f, **inputs), want)

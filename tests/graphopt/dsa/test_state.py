@@ -62,7 +62,8 @@ def test_new_keys_are_those_of_the_heads_and_a_dense_checkpoint_loads() -> None:
     new = set(model.state_dict()) - set(before)
     assert new == {f"blocks.{i}.attn.dsa.{p}" for i in (0, 1) for p in ("conv_weight", "conv_bias", "out_weight", "out_bias")}
     result = model.load_state_dict(before, strict=False)
-    assert set(result.missing_keys) == new and result.unexpected_keys == []
+    assert set(result.missing_keys) == new
+    assert result.unexpected_keys == []
     assert {id(p) for p in handle.parameters()} == {id(p) for n, p in model.named_parameters() if ".dsa." in n}
     x = tiny_video.latent()
     with handle.dense():
@@ -83,9 +84,11 @@ def test_revert_gives_the_model_back() -> None:
     before, kinds = {k: v.clone() for k, v in model.state_dict().items()}, [type(m) for m in model.modules()]
     want = model(x)
     handle = convert(model, DSAConfig((1, 3, 3)), select=SELECT)
-    assert type(model).__name__ == "TinyVideo" and isinstance(model, tiny_video.TinyVideo)
+    assert type(model).__name__ == "TinyVideo"
+    assert isinstance(model, tiny_video.TinyVideo)
     assert graphopt.dsa.revert(model) is model
-    assert [type(m) for m in model.modules()] == kinds and set(model.state_dict()) == set(before)
+    assert [type(m) for m in model.modules()] == kinds
+    assert set(model.state_dict()) == set(before)
     assert torch.equal(model(x), want)
     with pytest.raises(ConfigError, match="not converted"):
         handle_of(model)
@@ -99,7 +102,8 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     handle = convert(model, DSAConfig((1, 3, 3)), select=SELECT)
     twin = copy.deepcopy(model)
     other = handle_of(twin)
-    assert other is not handle and other.model is twin
+    assert other is not handle
+    assert other.model is twin
     assert {id(p) for p in other.parameters()} == {id(p) for n, p in twin.named_parameters() if ".dsa." in n}
     with other.dense():
         assert not torch.equal(twin(x), model(x))
