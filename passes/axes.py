@@ -179,7 +179,8 @@ class Axes:
         values = [ops_view.value(p) for p in parts]  # type: ignore[union-attr]
         result: Dims = []
         for i, n in enumerate(v.shape):
-            each = [k[i] if isinstance(k, list) else [Factor(None, x.shape[i])] for k, x in zip(known, values)]
+            each = [k[i] if isinstance(k, list) else [Factor(None, 1 if x is None else x.shape[i])]
+                    for k, x in zip(known, values)]
             if i == dim:
                 result.append(joined(each, n))
             else:

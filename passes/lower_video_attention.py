@@ -347,8 +347,7 @@ class Emitter:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of the function: a value, or a node."""
-        nodes: list[Node] = []
-        fx.node.map_arg((args, kwargs), lambda n: nodes.append(n) or n)
+        nodes = [n for n in _compat.tree_leaves((args, kwargs)) if isinstance(n, Node)]
         if not nodes:
             return function(*args, **kwargs)
         made = self.graph.call_function(function, args, kwargs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from graphopt import _compat_capture
 from graphopt.codegen.dsa.marker import MARK
 from graphopt.dsa.attention import video_attention
 from graphopt.dsa.grid import CELLS, Grid, Scope
@@ -134,7 +134,9 @@ class Redirect(TorchFunctionMode):
         if scope.distilling:
             with torch.no_grad():
                 target = dense()
-            scope.losses[head.fqn] = (y - target).float().square().mean() / target.float().square().mean()
+            loss = (y - target).float().square().mean() / target.float().square().mean()
+            if _compat_capture.backward_id() < 0:  # not where a checkpointed block runs again
+                scope.losses[head.fqn] = loss
         if scope.recorder is not None:
             scope.recorder(head, query, key, value, self.offsets, self.grid, text, first, scale, attn_mask, y)
         return y
@@ -198,14 +200,18 @@ class Around:
         return out
 
 
-@cache
+_MIXED: dict[tuple[type, type], type] = {}
+
+
 def mixed(cls: type, mixin: type) -> type:
     """A subclass of `cls` with the mixin in front, under the same name (checkpoints of diffusers name the class).
 
     One for all modules of a class: code compiled for one block then serves the others.
     """
-    made = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-    return made
+    if (cls, mixin) not in _MIXED:
+        name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _MIXED[cls, mixin] = type(cls.__name__, (mixin, cls), name)
+    return _MIXED[cls, mixin]
 
 
 def taken_back(module: nn.Module, mixin: type) -> type | None:

@@ -65,7 +65,8 @@ class DSAConfig:
         if unknown:
             raise ConfigError(f"unknown keys {unknown}", where="DSAConfig",
                               remedy=f"known are {', '.join(cls.__dataclass_fields__)}")
-        return cls(**{k: tuple(v) if k == "window" else v for k, v in data.items()})
+        given: dict[str, Any] = {k: tuple(v) if k == "window" else v for k, v in data.items()}
+        return cls(**given)
 
 
 FILE = "graphopt_dsa.json"
