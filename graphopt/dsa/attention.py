@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphopt.codegen.dsa import checks, engines
+from graphopt.codegen.dsa import checks, engines, scatter
 from graphopt.passes.video_compose import compose, form_of
 
 Grid = tuple[int, int, int]
+log = logging.getLogger(__name__)
 
 
 def video_attention(
@@ -53,6 +56,8 @@ def video_attention(
     checks.check(q, k, v, offsets, grid, window, text, padding, boundary)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     form = form_of(q, k, offsets, grid, window, scale, boundary, text != 0, text_first, masked, padding != 0)
+    if form.engine == "reference" and q.device.type == "cuda" and not torch.compiler.is_compiling():
+        _tell(_choice(q, offsets, grid, window, boundary).reason)
     return compose(_call, form, q, k, v, offsets, attn_mask, grid, text, padding)
 
 
@@ -65,10 +70,24 @@ def selects_text(mask: Tensor, q: Tensor, text: int) -> bool:
     return bool(text) and mask.dtype == torch.bool and mask.shape == (q.shape[0], 1, 1, q.shape[2])
 
 
+@cache
+def _tell(reason: str) -> None:
+    """Once per reason: plain torch is right, but a user on a GPU should know why it is slow."""
+    log.warning("graphopt: video_attention runs in plain torch, without its kernels: %s", reason)
+
+
 def explain(q: Tensor, offsets: Tensor | None = None, *, grid: Grid, window: Grid = (3, 7, 7),
             boundary: str = "inside") -> engines.Choice:
-    """Which engine a call would use, and why: `.engine`, `.reason`.  Nothing is computed; q may be a meta tensor."""
-    return _choice(q, offsets, grid, window, boundary, engines.target_of(q.device))
+    """Which engine a call would use, and why: `.engine`, `.reason`.
+
+    No attention is computed and q may be a meta tensor.  Offsets with values are measured: the reason tells how far
+    they pull the windows of neighbouring queries apart, which is what makes a field of offsets slow.
+    """
+    choice = _choice(q, offsets, grid, window, boundary, engines.target_of(q.device))
+    real = offsets is not None and type(offsets) in (Tensor, torch.nn.Parameter) and not offsets.is_meta
+    if offsets is not None and real and choice.engine in ("fused", "lattice"):
+        return engines.Choice(choice.engine, f"{choice.reason}; {scatter.measure(offsets, grid, window)}")
+    return choice
 
 
 def _choice(q: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, boundary: str,
