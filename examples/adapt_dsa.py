@@ -3,8 +3,8 @@
     python examples/adapt_dsa.py --out results/            three seeds side by side on one GPU, about two minutes
     python examples/adapt_dsa.py --plot results/           curves and the picture of offsets (needs matplotlib)
 
-A tiny Wan-shaped model learns to denoise (flow matching) synthetic videos: three squares of random colours on black that
-move together at 0, 1, 2 or 3 tokens per frame and turn at the walls.  Colours cannot be guessed, so at high noise a frame
+A tiny Wan-shaped model learns to denoise (flow matching) synthetic videos: three squares of random colours that move
+together at 0, 1, 2 or 3 tokens per frame and turn at the walls.  Colours cannot be guessed, so at high noise a frame
 is cleaned with the help of the same object in other frames: attention has to follow the motion.  The window is 3 x 3 x 3
 tokens, so without offsets an object faster than 1 token per frame leaves it between frames.
 
