@@ -5,8 +5,8 @@
 
 A tiny Wan-shaped model learns to denoise (flow matching) synthetic videos: three squares of random colours that move
 together at 0, 1, 2 or 3 tokens per frame and turn at the walls.  Colours cannot be guessed, so at high noise a frame
-is cleaned with the help of the same object in other frames: attention has to follow the motion.  The window is 3 x 3 x 3
-tokens, so without offsets an object faster than 1 token per frame leaves it between frames.
+is cleaned with the help of the same object in other frames: attention has to follow the motion.  The window is
+3 x 3 x 3 tokens, so without offsets an object faster than 1 token per frame leaves it between frames.
 
 Dense pre-training; then four arms from the same weights, with the same data and number of steps:
 
