@@ -213,7 +213,7 @@ def _lower_requested(gm: fx.GraphModule, site: Attention, request: Request) -> S
             "graphopt.dsa: the grid of a video is not visible in this graph, and it is never guessed from the tokens",
             where=_place(site),
             remedy="pass it, \"grid\": (T, H, W) after patching; or compile the whole model, if it takes a latent "
-            "[B, C, T, H, W]",
+            "[B, C, T, H, W]; where each layer is a graph (graphopt.stream, graphopt.regions) use graphopt.dsa.convert",
         )
     shown = None if site.grid is None else tuple(_as_int(n) for n in site.grid)
     if request.grid is not None and shown is not None and tuple(request.grid) != shown:

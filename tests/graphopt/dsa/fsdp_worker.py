@@ -1,4 +1,4 @@
-"""Run by test_wrapped.py under torchrun, gloo on CPU: a converted model under FSDP2, against one process.
+"""Run by test_wrapped.py under torchrun, gloo on CPU (NCCL where there are GPUs): a converted model under FSDP2, against one process.
 
     torchrun --nproc-per-node 2 fsdp_worker.py OUT.json
 
@@ -50,12 +50,17 @@ def build() -> tuple[nn.Module, graphopt.dsa.Handle]:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo")
     rank = dist.get_rank()
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
     torch.manual_seed(1)
-    latents = [tiny_video.latent(4, *grid) for grid in ((3, 4, 5), (3, 5, 4))]
+    latents = [tiny_video.latent(4, *grid).to(device) for grid in ((3, 4, 5), (3, 5, 4))]
     halves = [x[2 * rank : 2 * rank + 2] for x in latents]
     base, handle = build()
+    base.to(device)
     names = [n for n, _ in base.named_parameters()]
     single = copy.deepcopy(base)
     want = steps(single, latents, list(single.parameters()))
