@@ -70,8 +70,12 @@ SMOKE = Setup(frames=3, pixels=8, square=4, heads=2, head_dim=12, layers=2, wind
               distill=1, adapt=2, every=1, held_out=2)
 
 
-def videos(s: Setup, speeds: torch.Tensor, g: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor,
-                                                                                     torch.Tensor]:
+# a size for a CPU: about ten minutes a seed on one core
+SMALL = Setup(frames=4, pixels=16, square=4, heads=2, head_dim=24, layers=2, batch=8, pretrain=4000, distill=30,
+              adapt=120, every=30, held_out=16, lr=2e-3)
+
+
+def videos(s: Setup, speeds: torch.Tensor, g: torch.Generator | None = None) -> tuple[torch.Tensor, ...]:
     """Videos [n, 3, T, H, W] in -1 .. 1, masks of objects [n, 1, T, H, W], velocities [n, 2] in tokens per frame.
 
     speeds: [n] tokens per frame.  Colours and positions are those of whole tokens.
@@ -364,6 +368,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, help="run this one seed here")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, a few steps")
+    parser.add_argument("--small", action="store_true", help="a size for a CPU")
     parser.add_argument("--plot", type=Path, help="draw the results of a folder")
     for name in ("pretrain", "distill", "adapt", "batch", "every"):
         parser.add_argument(f"--{name}", type=int)
@@ -372,7 +377,7 @@ def main(argv: list[str] | None = None) -> None:
         plot(args.plot)
         print(table(args.plot))
         return
-    s = SMOKE if args.smoke else Setup()
+    s = SMOKE if args.smoke else SMALL if args.small else Setup()
     given = {n: v for n in ("pretrain", "distill", "adapt", "batch", "every") if (v := getattr(args, n)) is not None}
     s = Setup(**{**asdict(s), **given})
     args.out.mkdir(parents=True, exist_ok=True)
@@ -380,7 +385,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.seed is not None:
         one_seed(s, args.seed, device, args.out, tuple(args.arms.split(",")))
         return
-    rest = [a for n, v in given.items() for a in (f"--{n}", str(v))] + (["--smoke"] if args.smoke else [])
+    rest = [a for n, v in given.items() for a in (f"--{n}", str(v))]
+    rest += ["--smoke"] * args.smoke + ["--small"] * args.small
     command = [sys.executable, __file__, "--out", str(args.out), "--arms", args.arms, *rest]
     children = [subprocess.Popen([*command, "--seed", seed]) for seed in args.seeds.split(",")]
     codes = [c.wait() for c in children]

@@ -86,6 +86,10 @@ def test_zoo_models_train_the_same_compiled(name: str, checkpointing: bool) -> N
         assert_equal(run(model, **inputs), want)
     f = torch.compile(model, backend="graphopt", options=AOT, fullgraph=True)
     assert_equal(run(model, f, **inputs), want)
+    # the mark is no obstacle to the other passes
+    expected = zoo.ZOO[name].expected
+    report = graphopt.report(f)
+    assert (report.count("modulate", "matched"), report.count("gate", "matched")) == (expected.modulate, expected.gate)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
