@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphopt._inspect import Inspection, inspect
+    from graphopt.checkpoint import Checkpoints
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from graphopt.loading.loader import PlanLoader
     from graphopt.loading.microbatch import MicrobatchInfo
     from graphopt.loading.sampler import PlanBatchSampler
+    from graphopt.metrics import MetricsLog
     from graphopt.passes.catalogue import register_rule, unregister_rule
     from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from graphopt.streaming.attach import stream
     from graphopt.streaming.optimizer import HostAdamW
     from graphopt.streaming.planning import stream_plan
+    from graphopt.weights import save_weights
 
 __version__ = "0.1.0"
 
@@ -51,6 +54,10 @@ _HOME = {
     "inspect": "graphopt._inspect",
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
+    # run
+    "Checkpoints": "graphopt.checkpoint",
+    "MetricsLog": "graphopt.metrics",
+    "save_weights": "graphopt.weights",
     # plan
     "MicrobatchInfo": "graphopt.loading.microbatch",
     "PlanBatchSampler": "graphopt.loading.sampler",
@@ -72,10 +79,12 @@ _HOME = {
 }
 __all__ = [
     "CheckFailed",
+    "Checkpoints",
     "Config",
     "GraphoptError",
     "HostAdamW",
     "Inspection",
+    "MetricsLog",
     "MicrobatchInfo",
     "Plan",
     "PlanBatchSampler",
@@ -94,6 +103,7 @@ __all__ = [
     "register_rule",
     "replan",
     "report",
+    "save_weights",
     "shape_benchmark",
     "simulate",
     "stream",
