@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphopt
-from graphopt.schedule.costmodel import CostFit
 
 SIZES = {  # what differs from Wan 14B
     "tiny": dict(num_attention_heads=2, attention_head_dim=24, ffn_dim=96, num_layers=2, in_channels=4, out_channels=4,
@@ -144,11 +143,12 @@ def main() -> None:
     if rank == 0 and o.make_data and not manifest.exists():
         make_data(manifest.parent, o.make_data, o.size)
     if rank == 0 and not o.plan and saved.newest() is None:
-        cost = CostFit.two_term(1e-3, 1e-5, 1e-9)
+        cost = graphopt.CostFit.two_term(1e-3, 1e-5, 1e-9)
         graphopt.plan_batches(manifest, cost, ranks=world, m_mem=o.tokens, tau=o.tau, out=plan, overwrite=True)
     if world > 1:
         dist.barrier()
-    loader = graphopt.PlanLoader(Clips(manifest), plan, manifest=manifest, device=device, num_workers=2)
+    samples = graphopt.read_samples(manifest)
+    loader = graphopt.PlanLoader(Clips(manifest), plan, manifest=samples, device=device, num_workers=2)
     bare, sharded = build(o, device), world > 1 and not accelerator
     for module in (*bare.blocks, bare) if sharded else ():
         fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16 if o.bf16 else None, torch.float32))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from graphopt.reporting import Report, last_report, report
     from graphopt.schedule.bench import largest_batch, shape_benchmark
     from graphopt.schedule.cost import trace_cost
+    from graphopt.schedule.costmodel import CostFit
+    from graphopt.schedule.dataset import read_samples
     from graphopt.schedule.fitting import fit_cost, fit_memory
     from graphopt.schedule.plan import Plan
     from graphopt.schedule.planner import plan_batches
@@ -63,11 +65,13 @@ _HOME = {
     "PlanBatchSampler": "graphopt.loading.sampler",
     "PlanLoader": "graphopt.loading.loader",
     "accumulate": "graphopt.loading.accumulate",
+    "CostFit": "graphopt.schedule.costmodel",
     "Plan": "graphopt.schedule.plan",
     "fit_cost": "graphopt.schedule.fitting",
     "fit_memory": "graphopt.schedule.fitting",
     "largest_batch": "graphopt.schedule.bench",
     "plan_batches": "graphopt.schedule.planner",
+    "read_samples": "graphopt.schedule.dataset",
     "replan": "graphopt.schedule.replan",
     "shape_benchmark": "graphopt.schedule.bench",
     "simulate": "graphopt.schedule.simulate",
@@ -81,6 +85,7 @@ __all__ = [
     "CheckFailed",
     "Checkpoints",
     "Config",
+    "CostFit",
     "GraphoptError",
     "HostAdamW",
     "Inspection",
@@ -100,6 +105,7 @@ __all__ = [
     "largest_batch",
     "last_report",
     "plan_batches",
+    "read_samples",
     "register_rule",
     "replan",
     "report",
