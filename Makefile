@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # test processes
 JOBS   ?= 2
 
-.PHONY: demo test test-html lint types dist-check nightly clean
+.PHONY: demo test test-html docs lint types dist-check nightly clean
 
 demo: $(STAMP)
 	$(BIN)/python -m graphopt demo
@@ -32,6 +32,15 @@ types: $(STAMP)
 test-html: $(STAMP)
 	$(BIN)/python tests/html_check.py
 
+# the site in build/site; docs/reference/cli.md from the command line itself.  Broken links and anchors fail
+docs: $(STAMP)
+	rm -rf build/typed
+	$(BIN)/pip install -q --no-deps --no-build-isolation --target build/typed .
+	$(BIN)/python -m typer graphopt.cli utils docs --name graphopt --title "Command line" > build/cli.md
+	cp build/cli.md docs/reference/cli.md
+	$(BIN)/python benchmarks/report.py --html build/benchmarks.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # wheel and sdist, installed in a clean environment; the top-level names they install
 dist-check: $(STAMP)
 	$(BIN)/python tests/dist_check.py
@@ -40,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jinja2 pytest pytest-xdist hypothesis accelerate peft torchdata ruff mypy build
+	$(BIN)/pip install -q -c constraints.txt triton diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jinja2 pytest pytest-xdist hypothesis accelerate peft torchdata ruff mypy build tensorboard mkdocs mkdocs-material "mkdocstrings[python]"
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 

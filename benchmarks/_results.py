@@ -22,6 +22,13 @@ def machine() -> str:
     return torch.cuda.get_device_name().split()[-1].lower()
 
 
+def results_folder() -> Path:
+    """Where result files go: this folder's results/ in a source tree, else GRAPHOPT_RESULTS or ./graphopt-results."""
+    if "GRAPHOPT_RESULTS" in os.environ:
+        return Path(os.environ["GRAPHOPT_RESULTS"])
+    return ROOT / "results" if (ROOT.parent / "pyproject.toml").is_file() else Path("graphopt-results")
+
+
 def commit() -> str:
     """The commit measured (GRAPHOPT_COMMIT where there is no git)."""
     if os.environ.get("GRAPHOPT_COMMIT"):
@@ -41,8 +48,8 @@ def triton_version() -> str | None:
 
 def save(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilings: dict[str, float],
          folder: Path | None = None) -> Path:
-    """Merge rows into results/<machine>/<name>.json.  `keys` identify a row."""
-    folder = folder or ROOT / "results" / machine()
+    """Merge rows into <folder>/<name>.json (results/<machine>/ by default).  `keys` identify a row."""
+    folder = folder or results_folder() / machine()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     old = json.loads(path.read_text()) if path.exists() else {"rows": [], "ceilings": {}}

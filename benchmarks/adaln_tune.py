@@ -167,10 +167,12 @@ class Case:
             return found
         s = self.spec
         row_bytes = D * sum(s.dtype(t).itemsize for t in (*s.rows_in, *(f for f in s.factors if s.per_token(f))))
+        equal = lambda width: (width,) * -(-D // width)
         for joint in (base.joint, not base.joint):
             for warps in sorted({max(1, base.warps // 2), base.warps, min(16, base.warps * 2)}):
-                for blocks in sorted({cut(D, 256 * warps), cut(D, 128 * warps)}):
-                    for per_sm in range(max(1, base.programs_per_sm - 1), base.programs_per_sm + 2):
+                widths = (256 * warps, 128 * warps)
+                for blocks in sorted({c(w) for w in widths for c in (equal, lambda w: cut(D, w))}):
+                    for per_sm in range(max(1, base.programs_per_sm - 1), base.programs_per_sm + 3):
                         for stages in range(3, base.stages + 4):
                             ring = (stages - 1) * per_sm * row_bytes
                             if (36e3 < ring < 125e3 or stages == 3) and ring < 220e3 and D / warps < 1700:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from graphopt import _inspect_cli, _kernels_cli, _plan_cli
+from graphopt import _bench_cli, _inspect_cli, _kernels_cli, _plan_cli
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -15,6 +15,7 @@ app = typer.Typer(
 _plan_cli.mount(app)
 app.command()(_inspect_cli.inspect)
 app.add_typer(_kernels_cli.app, name="kernels")
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_bench_cli.bench)
 
 
 @app.command()

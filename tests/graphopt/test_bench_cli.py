@@ -1,0 +1,95 @@
+"""`graphopt bench`: names, GPUs it needs, exit codes, result files, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graphopt import _bench_cli
+from graphopt.errors import ConfigError
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {benchmarks!r})
+import _results
+sys.argv[0] = "toy.py"
+_results.save("toy", [{{"case": a, "ms": 1.0}} for a in sys.argv[1:]], ("case",), {{}})
+print("saved", flush=True)
+if "wait" in sys.argv:
+    time.sleep(60)
+sys.exit(3 if "fail" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A folder of benchmarks that holds one script."""
+    (tmp_path / "_results.py").write_text("")
+    (tmp_path / "toy.py").write_text(SCRIPT.format(benchmarks=str(_bench_cli.folder())))
+    return tmp_path
+
+
+def run(toy: Path, *arguments: str) -> subprocess.Popen:
+    code = ("import sys; from pathlib import Path; from graphopt import _bench_cli as b, cli; "
+            f"b.folder = lambda: Path({str(toy)!r}); b.BENCHMARKS = {{'toy': b.Benchmark('toy', 'a toy', 0, 1)}}; "
+            "sys.argv = ['graphopt', 'bench', *sys.argv[1:]]; cli.main()")
+    env = {**os.environ, "GRAPHOPT_RESULTS": str(toy / "out")}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env=env, start_new_session=True)
+
+
+def test_every_script_exists_and_says_what_it_measures() -> None:
+    for name, entry in _bench_cli.BENCHMARKS.items():
+        assert (_bench_cli.folder() / f"{entry.script}.py").is_file(), name
+        assert f"{name} " in _bench_cli.table()
+
+
+def test_an_unknown_name_and_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'step'"):
+        _bench_cli.command("stepp", [])
+    monkeypatch.setattr(_bench_cli, "gpu_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"needs 2 GPU\(s\), torch sees 1"):
+        _bench_cli.command("schedule-step", [])
+    monkeypatch.setattr(_bench_cli, "gpu_count", lambda: 4)
+    line = _bench_cli.command("schedule-step", ["--layers", "2"])
+    assert "--nproc-per-node=4" in line
+    assert line[-2:] == ["--layers", "2"]
+
+
+def test_rows_as_json_and_the_scripts_exit_code(toy: Path) -> None:
+    child = run(toy, "toy", "first", "--json")
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    (result,) = json.loads(out[out.index("["):])
+    assert result["name"] == "toy"
+    assert [r["case"] for r in result["rows"]] == ["first"]
+    child = run(toy, "toy", "fail")
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 3
+    assert "exit code 3" in err
+    child = run(toy, "--all", "fail")
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 2
+    assert "--all takes neither" in err
+
+
+def test_ctrl_c_ends_with_130_and_keeps_rows(toy: Path) -> None:
+    child = run(toy, "toy", "wait")
+    for _ in range(600):
+        if list((toy / "out").glob("*/toy.json")):
+            break
+        time.sleep(0.1)
+    time.sleep(0.2)
+    os.killpg(child.pid, signal.SIGINT)
+    child.communicate(timeout=60)
+    assert child.returncode == 130
+    (file,) = (toy / "out").glob("*/toy.json")
+    assert json.loads(file.read_text())["rows"][0]["case"] == "wait"
