@@ -143,7 +143,7 @@ def plot(rows: list[dict], folder: Path, where: str) -> Path:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--dtype", default="float32,bfloat16")
-    p.add_argument("--systems", default="eager,eager_again,graphopt")
+    p.add_argument("--systems", default="eager,graphopt,eager_again")
     p.add_argument("--steps", type=int, default=300)
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--plot", type=Path)

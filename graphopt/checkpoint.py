@@ -101,11 +101,18 @@ class Checkpoints:
                 part.rename(target)
                 _sync_folder(self.folder)
                 self._forget()
-        except (OSError, dcp.api.CheckpointException) as e:
+        except BaseException as e:
             if first:
                 shutil.rmtree(part, ignore_errors=True)
+            # torch wraps whatever happened on any rank, Ctrl-C too, into one exception that is no Exception
+            causes = [x for x, _ in e.failures.values()] if isinstance(e, dcp.api.CheckpointException) else [e]
+            for cause in causes:
+                if isinstance(cause, KeyboardInterrupt):
+                    raise KeyboardInterrupt from None
+            if causes == [e] and not isinstance(e, OSError):
+                raise
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written: {e}", where=str(self.folder),
+                f"the checkpoint of step {step} could not be written: {causes[0]}", where=str(self.folder),
                 remedy=f"free space or give another folder; the last complete one is {_last(self.newest())}",
             ) from e
         _together()

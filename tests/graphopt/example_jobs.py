@@ -1,4 +1,5 @@
-"""Runs examples/train_video_dit.py in processes forked from one that has imported everything: seconds, not half a minute.
+"""Runs examples/train_video_dit.py, drill_worker.py or the command line in processes forked from one that has imported
+everything: a second, not half a minute.
 
 Used by test_train_video_dit.py and test_drills.py.  A job can be killed at any moment like one started by hand.  The
 process that is forked is `python example_jobs.py`: it reads a request a line (JSON) and answers a line.
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_video_dit.py"
+WORKER = Path(__file__).with_name("drill_worker.py")
+COMMAND = "graphopt"
 
 
 def serve() -> None:
@@ -57,8 +60,11 @@ def serve() -> None:
         os.setpgid(0, 0)
         os.environ.update(request["environment"])
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-        sys.argv = [str(EXAMPLE), *request["arguments"]]
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        sys.argv = [request["run"], *request["arguments"]]
+        if request["run"] == COMMAND:
+            runpy.run_module(COMMAND, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(request["run"], run_name="__main__")
         return
 
 
@@ -79,9 +85,10 @@ def _ask(request: dict) -> int | None:
 
 
 class Job:
-    """One process or several (gloo) of the example."""
+    """One process or several (gloo) of the example, or of another script; what they print is in `folder`."""
 
-    def __init__(self, folder: Path, *options: str, ranks: int = 1, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, *options: str, ranks: int = 1, environment: dict[str, str] | None = None,
+                 run: Path | str = EXAMPLE) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with socket.socket() as s:
             s.bind(("localhost", 0))
@@ -94,7 +101,8 @@ class Job:
                 env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
                         "MASTER_PORT": str(port)}
             log.write_bytes(b"")
-            pid = _ask({"arguments": ["--out", str(folder), *options], "environment": env, "output": str(log)})
+            arguments = ["--out", str(folder), *options] if run == EXAMPLE else list(options)
+            pid = _ask({"run": str(run), "arguments": arguments, "environment": env, "output": str(log)})
             self.codes[pid] = None
 
     def running(self) -> list[int]:
@@ -113,6 +121,11 @@ class Job:
                 self.kill()
             time.sleep(0.02)
         return list(self.codes.values())
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to the whole foreground group."""
+        for pid in self.running():
+            os.killpg(pid, signal.SIGINT)
 
     def kill(self) -> None:
         """SIGKILL, workers of its loaders included."""

@@ -147,6 +147,15 @@ def test_a_full_disk_keeps_the_last_one(saved: Path, monkeypatch) -> None:
     assert files(saved) == before
 
 
+def test_ctrl_c_while_saving_is_ctrl_c(saved: Path, monkeypatch) -> None:
+    """torch hands it over as one of a rank's failures."""
+    before, (model, opt) = files(saved), job()
+    monkeypatch.setattr(dcp.filesystem.FileSystem, "create_stream", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        graphopt.Checkpoints(saved, about={"seed": 0}).save(4, model, opt, None)
+    assert files(saved) == before
+
+
 def test_state_that_is_no_json_is_refused_before_writing(saved: Path) -> None:
     before = files(saved)
     with pytest.raises(TypeError):
