@@ -208,3 +208,25 @@ def test_accelerate_launch(data: Path, common, tmp_path: Path, processes: int) -
     text = launched("accelerate.commands.launch", *how, *many, str(EXAMPLE), "--out", str(tmp_path), *common, "--compiler", "aot_eager")
     assert "10 modulate sites (10 rewritten)" in text
     assert weights(tmp_path).keys() == weights(data.parent / "straight").keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs"))])
+def test_on_gpus_killed_and_resumed(tmp_path: Path, ranks: int) -> None:
+    """Compiled by Inductor, bf16: as on a CPU, the resumed run has the bits of the uninterrupted one."""
+    options = ("--data", str(tmp_path / "data"), "--make-data", "24", "--steps", "8", "--save-every", "2", "--tau", "8")
+    finished(tmp_path / "straight", *options, ranks=ranks)
+    job = Job(tmp_path / "killed", *options, ranks=ranks)
+    job.kill_when(lambda: len(lines(tmp_path / "killed")) >= 5)
+    finished(tmp_path / "killed", *options, "--resume", ranks=ranks)
+    assert lines(tmp_path / "straight")[:3]
+    assert [json.loads(x)["loss"] for x in lines(tmp_path / "straight")] == [json.loads(x)["loss"] for x in lines(tmp_path / "killed")]
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "killed"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("--stream",), ("--checkpointing",)])
+def test_on_a_gpu_at_the_width_of_wan_1_3b(tmp_path: Path, options: tuple[str, ...]) -> None:
+    finished(tmp_path, "--make-data", "8", "--size", "1.3b", "--steps", "3", *options)
+    assert [json.loads(x)["step"] for x in lines(tmp_path)] == [0, 1, 2]
+    assert all(json.loads(x)["loss"] < 4 for x in lines(tmp_path))
