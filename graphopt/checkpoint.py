@@ -25,7 +25,7 @@ from graphopt.errors import CheckpointError, ConfigError
 from graphopt.loading import agreement
 from graphopt.loading.loader import PlanLoader
 from graphopt.loading.sampler import PlanBatchSampler
-from graphopt.streaming import loading as streamed
+from graphopt.streaming import checkpoint as streamed
 from graphopt.streaming.optimizer import HostAdamW
 
 log = logging.getLogger(__name__)
