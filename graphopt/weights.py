@@ -87,7 +87,8 @@ def _write(weights: dict[str, torch.Tensor], adapted: torch.nn.Module | None, ta
 def _config(model: torch.nn.Module, folder: Path) -> None:
     """config.json as diffusers writes it; a class made at run time (FSDP2's) is named as the one it came from."""
     config = json.loads(model.to_json_string())  # type: ignore[operator]
-    written = (c for c in type(model).__mro__ if getattr(sys.modules.get(c.__module__), c.__name__, None) is c)
+    with_config = (c for c in type(model).__mro__ if hasattr(c, "load_config"))
+    written = (c for c in with_config if getattr(sys.modules.get(c.__module__), c.__name__, None) is c)
     config["_class_name"] = next(written).__name__
     part = folder / ".config.json.part"
     part.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
