@@ -15,6 +15,7 @@ from graphopt.loading import agreement
 from graphopt.streaming import handles, loading
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
+DSA_FILE = "graphopt_dsa_heads.safetensors"  # beside adapters; otherwise the heads stand among the model's weights
 
 
 def save_weights(model: torch.nn.Module, folder: str | Path, *, adapter: bool | None = None) -> Path:
@@ -22,7 +23,8 @@ def save_weights(model: torch.nn.Module, folder: str | Path, *, adapter: bool | 
 
     A diffusers model becomes a folder for `from_pretrained` (`config.json` beside the weights).  A model with LoRA
     adapters becomes `pytorch_lora_weights.safetensors` with the names `load_lora_weights` reads; a scale other than 1
-    (lora_alpha != rank) stands in the file's metadata as diffusers writes it.
+    (lora_alpha != rank) stands in the file's metadata as diffusers writes it.  A model with sliding attention also gets
+    `graphopt_dsa.json`, which `graphopt.dsa.convert(model, folder)` reads.
 
     Args:
         model: plain, compiled in place, under FSDP2 or DDP (gathered to the first process's host memory), or streamed
@@ -41,7 +43,7 @@ def save_weights(model: torch.nn.Module, folder: str | Path, *, adapter: bool | 
     folder, here = Path(folder), agreement.world()
     streamed = any(handles.entry_of(p) is not None for p in bare.parameters())
     if streamed:
-        weights = {k: v for k, v in bare.state_dict().items() if not adapter or "lora_" in k}
+        weights = {k: v for k, v in bare.state_dict().items() if not adapter or "lora_" in k or ".dsa." in k}
     else:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
         weights = get_model_state_dict(model, options=options)
@@ -52,8 +54,13 @@ def save_weights(model: torch.nn.Module, folder: str | Path, *, adapter: bool | 
         folder.mkdir(parents=True, exist_ok=True)
         if not adapter and hasattr(bare, "config"):
             _config(bare, folder)
+        if (sliding := getattr(bare, "_graphopt_dsa", None)) is not None:
+            sliding.save(folder)
         if streamed and not adapter:
             return loading.save_safetensors(bare, folder)
+        heads = {k: v for k, v in weights.items() if ".dsa." in k}
+        if adapter and heads:
+            _write(heads, None, folder / DSA_FILE)
         return _write(_stock_names(bare, weights) if adapter else weights, bare if adapter else None, target)
     except OSError as e:
         raise CheckpointError(f"the weights could not be written: {e}", where=str(folder),

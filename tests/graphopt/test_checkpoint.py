@@ -228,3 +228,26 @@ def test_noise_depends_on_the_sample_and_the_epoch_alone() -> None:
 
     for other in (dataclasses.replace(one, epoch=1).generators(0), one.generators(1)):
         assert torch.randn(2, generator=other[0]).tolist() != draws[one.samples[0]]
+
+
+def test_adapters_with_a_scale_come_back_through_diffusers(tmp_path: Path) -> None:
+    """lora_alpha != rank: the file says so, and the loaded model computes the same."""
+    from diffusers import WanTransformer3DModel
+    from peft import LoraConfig
+
+    size = dict(num_attention_heads=2, attention_head_dim=24, ffn_dim=96, num_layers=2, in_channels=4, out_channels=4, text_dim=16,
+                freq_dim=32)
+    model = WanTransformer3DModel(**size)
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_k"]))
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p)
+    file = graphopt.save_weights(model, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [file.name] == ["pytorch_lora_weights.safetensors"]
+    other = WanTransformer3DModel(**size)
+    other.load_state_dict({k.replace(".base_layer", ""): v for k, v in model.state_dict().items() if "lora_" not in k})
+    other.load_lora_adapter(str(tmp_path), prefix="transformer", weight_name=file.name)
+    inputs = dict(hidden_states=torch.randn(1, 4, 1, 8, 8), timestep=torch.tensor([3]), encoder_hidden_states=torch.randn(1, 4, 16),
+                  return_dict=False)
+    assert torch.equal(model(**inputs)[0], other(**inputs)[0])
