@@ -79,9 +79,14 @@ def one_pass(spec: KernelSpec) -> bool:
     return spec.D * live_values(spec) <= 120 * 32 * MAX_WARPS
 
 
+def shared_limit(target: str) -> int:
+    """Bytes of shared memory one program may have on a target."""
+    return 64 * 1024 if target.startswith("gfx") else 1024 * SHARED_KB.get(target, 99)
+
+
 def ring_limit(target: str) -> int:
     """Bytes of shared memory per multiprocessor that a ring may take; AMD targets form no ring, so none."""
-    return 0 if target.startswith("gfx") else 1024 * (SHARED_KB.get(target, 99) - 3)
+    return 0 if target.startswith("gfx") else shared_limit(target) - 3 * 1024
 
 
 def _backward(spec: KernelSpec) -> Configuration:
@@ -100,11 +105,14 @@ def _backward(spec: KernelSpec) -> Configuration:
     streamed = (*spec.rows_in, *(f for f in spec.factors if spec.per_token(f)))
     row_bytes = sum(spec.dtype(n).itemsize for n in streamed) * D * per_sm
     stages = 1 + min(5, max(2, int(RING_BYTES / row_bytes + 0.5)))
-    if (stages - 1) * row_bytes > ring_limit(spec.target):
-        stages = 0
     # equal sub-blocks need one reduction; 8-byte loads are then no loss
     equal = warps * 128 if D < 2048 and D % (warps * 128) == 0 and D % (warps * 256) else warps * 256
-    return Configuration(cut(D, equal), warps, stages, per_sm, joint=warps <= 4 or D <= 4096)
+    blocks = cut(D, equal)
+    # fp32 factors beside 16-bit rows change their layout through shared memory, one sub-block at a time
+    scratch = 4 * max(blocks) * per_sm if any(spec.per_token(f) for f in spec.factors) else 0
+    if (stages - 1) * row_bytes + scratch > ring_limit(spec.target):
+        stages = 0
+    return Configuration(blocks, warps, stages, per_sm, joint=warps <= 4 or D <= 4096)
 
 
 def cut(D: int, cap: int) -> tuple[int, ...]:

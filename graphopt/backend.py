@@ -19,7 +19,7 @@ from torch import fx
 from graphopt import _compat, _compat_capture, reporting
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
-from graphopt.passes import catalogue, freeing_order, pipeline
+from graphopt.passes import catalogue, freeing_order, pipeline, reuse_gradients
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.record import PassRecord, Site
@@ -113,13 +113,18 @@ def passes() -> list[pipeline.Pass]:
 
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
-    """Inductor's options for a graph: where sites were rewritten, matmuls are put into the order that frees early."""
+    """Inductor's options for a graph: where sites were rewritten, matmuls are put into the order that frees early, and
+    kernels write gradients over gradients that die."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
-    free = _compat.post_grad_pass(
-        freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
-    )
-    return {**inductor_options, _compat.POST_GRAD: free}
+
+    def save_memory(graph: fx.Graph) -> None:
+        freeing_order.free_early(graph)
+        reuse_gradients.reuse(graph)
+
+    what = version(freeing_order) + version(reuse_gradients)
+    post = _compat.post_grad_pass(save_memory, what, inductor_options.get(_compat.POST_GRAD))
+    return {**inductor_options, _compat.POST_GRAD: post}
 
 
 @cache

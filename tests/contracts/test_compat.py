@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from graphopt import _compat, _compat_capture
+from graphopt import _compat, _compat_capture, _compat_triton
 
 
 def test_inductor_compile_takes_options_by_keyword() -> None:
@@ -346,3 +346,25 @@ def test_wrapped_tensors_and_operators() -> None:
     assert not _compat.is_wrapped(torch.ones(2))
     assert isinstance(torch.ops.aten.mm.default, _compat.OpOverload)
     assert isinstance(torch.ops.higher_order.cond, _compat.HigherOrderOperator)
+
+
+def test_functional_kernel_calls_name_their_kernel_and_arguments() -> None:
+    triton = pytest.importorskip("triton")
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+
+    @triton.jit
+    def copy_rows(X, Y):
+        pass
+
+    graph = torch.fx.Graph()
+    x, y, z = (graph.placeholder(name) for name in "xyz")
+    kwargs = dict(kernel_idx=kernel_side_table.add_kernel(copy_rows), constant_args_idx=0, grid=[(1,)],
+                  tma_descriptor_metadata={}, kwargs={"X": x, "Y": y}, tensors_to_clone=["Y"])
+    node = graph.call_function(triton_kernel_wrapper_functional, (), kwargs)
+    found = _compat_triton.triton_call(node)
+    assert (found.name, found.module) == ("copy_rows", __name__)
+    assert found.arguments == {"X": x, "Y": y}
+    assert _compat_triton.triton_call(x) is None
+    _compat_triton.set_triton_argument(node, "Y", z)
+    assert _compat_triton.triton_call(node).arguments == {"X": x, "Y": z}
+    assert not y.users
