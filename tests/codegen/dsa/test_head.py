@@ -63,3 +63,23 @@ def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
     for a, b, c in zip(got, want, again):
         assert error(a, b) < limit
         assert torch.equal(a, c)
+
+
+@pytest.mark.kernel
+def test_inputs_that_are_not_whole_words_are_copied(device) -> None:
+    grid, C = (2, 2, 3), 8
+    wide, *rest = sample(grid, C + 1, 3, dtype=torch.float16, device=device)
+    rest = [t[:C] if t.shape[0] == C + 1 else t[:, :C] if t.dim() == 2 else t for t in rest]
+    x = wide[..., 1:]  # starts in the middle of a word
+    y, u = head.triton_forward(x, *rest, *grid)
+    same = head.triton_forward(x.contiguous(), *rest, *grid)
+    assert torch.equal(y, same[0])
+    assert torch.equal(u, same[1])
+
+
+def test_odd_channels_and_wide_outputs_are_left_to_torch() -> None:
+    for C, out, dtype, engine in ((32, 36, torch.bfloat16, "triton"), (31, 36, torch.bfloat16, "reference"),
+                                  (32, 200, torch.bfloat16, "reference"), (32, 36, torch.float32, "reference")):
+        x = torch.empty(1, 4, C, dtype=dtype, device="meta")
+        assert head.pick(x, out) == "reference"  # no GPU
+        assert head.fits(x, out) == (engine == "triton")
