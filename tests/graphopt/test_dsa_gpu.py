@@ -150,5 +150,5 @@ def test_offset_head(grid, C) -> None:
     dy = torch.randn_like(y)
     first, again = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
     for a, b, c in zip(first, torch.autograd.grad(Y, wide, dy.double()), again):
-        assert relative(a, b) < 6e-3
+        assert relative(a, b) < 8e-3
         assert torch.equal(a, c)
