@@ -155,6 +155,14 @@ def test_select_and_keep_dense() -> None:
     assert slid(f) == [("blocks.1.attn", "rewritten")]
 
 
+def test_a_selection_that_selects_nothing_is_told() -> None:
+    model, x = tiny_video.TinyVideo(1), tiny_video.latent()
+    f = compiled(model, {"window": WINDOW, "select": "layers.*"})
+    f(x)
+    assert slid(f) == []
+    assert any("selects no attention" in n and "layers.*" in n for n in graphopt.report(f).graphs[0].notes)
+
+
 def test_a_window_over_the_grid_changes_nothing() -> None:
     model, x = tiny_video.TinyVideo(2), tiny_video.latent()
     want = run(torch.compile(model, backend="aot_eager"), model, x)
