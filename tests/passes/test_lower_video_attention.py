@@ -114,8 +114,7 @@ def test_written_out_attention_slides_like_sdpa(spelling: str) -> None:
     assert_equal(got, run(twin, twin, x), 1e-6)
 
 
-@pytest.mark.parametrize("text", ["first", "last"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("text", "checkpointing"), [("first", False), ("last", True)])
 def test_text_joins_and_may_be_hidden(text: str, checkpointing: bool) -> None:
     model = tiny_video.TinyVideo(2, text=text)
     model.checkpointing = checkpointing
