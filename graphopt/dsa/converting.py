@@ -93,7 +93,7 @@ def _refuse(model: nn.Module) -> None:
                           remedy="call convert first, torch.compile after it")
     ring = next((n for n, m in model.named_modules() if context_parallel(m)), None)
     if ring is not None:
-        raise ConfigError("context parallelism splits the sequence over ranks, and a window crosses the cut", where=ring,
+        raise ConfigError("context parallelism splits the sequence over ranks; windows cross the cuts", where=ring,
                           remedy="use FSDP2 or data parallelism: sliding attention is linear in tokens")
     held = {id(p): n for n, p in model.named_parameters()}
     for n, p in model.named_parameters():
