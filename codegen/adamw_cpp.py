@@ -30,6 +30,7 @@ from graphopt.errors import CodegenError
 log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno",
          "-fno-trapping-math")
+CPUINFO = Path("/proc/cpuinfo")
 # instruction set -> (what /proc/cpuinfo must list, compiler flags); the first that fits is used
 ISAS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512": (frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
@@ -150,8 +151,7 @@ def cache_folder() -> Path:
 
 def instruction_set() -> str:
     """The best of ISAS that this machine has."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     has = set(next((x for x in lines if x.startswith("flags")), "").split())
     return next(name for name, (needs, _) in ISAS.items() if needs <= has)
 
