@@ -36,7 +36,7 @@ class Walk:
     """How a convolution kernel is cut: a warp per strip, walked along t; a block of strips per program."""
 
     strip: head_emit.Strip  # tokens of a thread, (h, w)
-    block: tuple[int, int]  # strips of a program, (h, w): a square one shares more of its border in L1
+    block: tuple[int, int]  # strips of a program, (h, w)
     programs: int  # a plane is spread over at most this many
     words: int = 32  # pairs of channels: one a thread
 
@@ -67,7 +67,8 @@ SLOPE = Product(64, 64, 4, 2, 44)
 def source_hash() -> str:
     """Twelve hex digits over this file and the kernels."""
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("head.py", "head_emit.py", "head_kernels.py"))
+    names = ("head.py", "head_emit.py", "head_kernels.py", "device.py")
+    text = b"".join((folder / name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]
 
 
