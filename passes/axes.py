@@ -59,6 +59,17 @@ class Axes:
             for dim in self.of.get(node) or []:
                 self.outputs |= {a for f in dim for a in leaves(f.axis) if a is not None}
 
+    def witness(self, graph: fx.Graph, factor: Factor) -> tuple[Node, int] | None:
+        """A node of a graph one of whose dimensions is just this factor: where its size can be read."""
+        for node in graph.nodes:
+            dims = self.of.get(node)
+            if not isinstance(dims, list) or (dims and isinstance(dims[0], _Tuple)):
+                continue
+            for i, dim in enumerate(dims):
+                if len(dim) == 1 and dim[0].axis == factor.axis and ops_view.same_size(dim[0].size, factor.size):
+                    return node, i
+        return None
+
     def _run(self, gm: fx.GraphModule, given: list[Any] | None) -> Any:
         """Follow one graph; the axes of its result."""
         self.bodies.append(gm)
