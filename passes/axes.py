@@ -42,7 +42,7 @@ _KEEPS = {
     "linear", "sin", "cos", "tanh", "sigmoid", "exp", "rsqrt", "sqrt", "softmax", "masked_fill", "where", "clamp",
     "contiguous", "clone", "detach", "empty_like", "zeros_like", "ones_like", "to", "float", "half", "bfloat16",
     "double", "type_as", "type", "addcmul", "square", "addcdiv", "log", "abs", "lerp", "softplus",
-    "native_layer_norm", "leaky_relu", "mish", "hardswish", "elu", "reciprocal", "erf", "view_as_real",
+    "native_layer_norm", "leaky_relu", "mish", "hardswish", "elu", "reciprocal", "erf",
 }
 
 
