@@ -44,7 +44,7 @@ from schedule_shape import start  # noqa: E402
 import graphopt  # noqa: E402
 import schedule  # noqa: E402
 from graphopt.schedule.bench import Shape  # noqa: E402
-from graphopt.schedule.costmodel import CostFit  # noqa: E402
+from graphopt.schedule.costmodel import CostFit, write_json  # noqa: E402
 from graphopt.schedule.dataset import Samples  # noqa: E402
 from graphopt.schedule.plan import Plan  # noqa: E402
 from graphopt.schedule.planner import plan_batches  # noqa: E402
@@ -231,8 +231,9 @@ def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) 
 
 
 def simulate_only(o: argparse.Namespace) -> None:
-    """Plans for `--plan-ranks` from a result file's fit, without a GPU."""
-    done = json.loads(o.plans_from.read_text())["rows"]
+    """Plans for `--plan-ranks` from a result file's fit, without a GPU; the file stays that of the machine measured."""
+    head = json.loads(o.plans_from.read_text())
+    done = head.pop("rows")
     data_name = "C" if o.cap == data.CAP_C else f"A, cap {o.cap}"
     for fitted in [r for r in done if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == data_name]:
         fit = CostFit.two_term(**{k: fitted["coefficients"][k] for k in "abc"}, p=fitted["p"],
@@ -241,7 +242,8 @@ def simulate_only(o: argparse.Namespace) -> None:
         common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem")}
         o.shrink, o.tau = fitted.get("shrink", 1), fitted["tau"]
         rows = simulated(fit, o, common, partial(print, fitted["system"], flush=True))
-        print(schedule.save(rows, o.machine, folder=o.plans_from.parent))
+        print(path := schedule.save(rows, o.machine, folder=o.plans_from.parent))
+        write_json(path, {**json.loads(path.read_text()), **head})
 
 
 def main() -> None:
