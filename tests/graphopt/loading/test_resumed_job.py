@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_plan.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_with_plan.py"
 
 
 def job(folder, *options):
