@@ -52,14 +52,17 @@ MADE = dict(commit=commit(), torch=torch.__version__, triton=triton_version())
 FEW, MANY_SEEDS = 2000, 64
 # GPU memory of one case in bytes per element of x: fp64 eager with its autograd, eager, ours
 BYTES = 260
-Cell = tuple[str, int, str]
+Cell = tuple[str, int, str, bool]  # fusion, width, dtypes; True: the 4,095 rows of the covering design, apart
 Case = tuple[int, int, float]
 
 
 def cells(full: bool) -> list[Cell]:
-    """(fusion, width, dtypes), the longest first; with `full` False a pairwise covering of them."""
-    every = [(f, D, d) for D in reversed(WIDTHS) for f in reversed(FUSIONS) for d in DTYPES]
-    return [c for c in every if full or place(c)[2] == (2 * place(c)[0] + place(c)[1]) % len(DTYPES)]
+    """Fusion, width, dtypes, the longest first; with `full` False a pairwise covering of them, 4,095 rows last."""
+    every: list[Cell] = [(f, D, d, False) for D in reversed(WIDTHS) for f in reversed(FUSIONS) for d in DTYPES]
+    if full:
+        return every
+    pairs = [c for c in every if place(c)[2] == (2 * place(c)[0] + place(c)[1]) % len(DTYPES)]
+    return pairs + [(*c[:3], True) for c in pairs if place(c)[1] == len(WIDTHS) - 1 - place(c)[0]]
 
 
 def place(cell: Cell) -> tuple[int, int, int]:
@@ -72,11 +75,11 @@ def cases(cell: Cell, full: bool) -> list[Case]:
     if full:
         return [(B, S, 0.0) for B in BATCHES for S in LENGTHS] + [(*MEAN_SHAPE, mean) for mean in MEANS]
     i, j, k = place(cell)
+    if cell[3]:  # one per fusion and per width
+        return [(BATCHES[i % 3], 4095, 0.0)]
     turn = i + j + k
-    found = [(B, S, 0.0) for B in BATCHES for S in (0, 1)] + [(BATCHES[turn % 3], 77, 0.0)]
-    if j == len(WIDTHS) - 1 - i and k == i % len(DTYPES):  # one cell per fusion and per width
-        found.append((BATCHES[i % 3], 4095, 0.0))
-    return [*found, (*MEAN_SHAPE, MEANS[turn % 2])]
+    few = [(B, S, 0.0) for B in BATCHES for S in (0, 1)]
+    return [*few, (BATCHES[turn % 3], 77, 0.0), (*MEAN_SHAPE, MEANS[turn % 2])]
 
 
 class Memory:
@@ -104,17 +107,17 @@ class Memory:
 
 def errors(cell: Cell, case: Case, device: str, seeds: int) -> list[accuracy.Measured]:
     """Every output and gradient of one case, over at least so many seeds."""
-    fusion, D, dtypes = cell
+    fusion, D, dtypes, _ = cell
     form, trials = accuracy.trials_of(plain(fusion), *case[:2], D, dtypes, device, case[2], seeds)
     return accuracy.measure(form, trials, DTYPES[dtypes][0], twice=device == "cuda")
 
 
 def run_cell(cell: Cell, device: str, memory: Memory) -> dict[str, Any]:
     """One cell: how many cases ran, which failed, and the tensor nearest to its limit."""
-    fusion, D, dtypes = cell
+    fusion, D, dtypes, long = cell
     gpu = device == "cuda"
     start = time.perf_counter()
-    row: dict[str, Any] = dict(fusion=fusion, D=D, dtypes=dtypes, runs=0, failed=[], worst=0.0, worst_at="")
+    row: dict[str, Any] = dict(fusion=fusion, D=D, dtypes=dtypes, long=long, runs=0, failed=[], worst=0.0, worst_at="")
     for B, S, mean in cases(cell, full=gpu):
         large = gpu and B * S * D > 4e6
         taken = memory.take(B * S * D * BYTES) if large else 0
@@ -184,18 +187,24 @@ def collect(results: Any, workers: list[Any], new: Callable[[], Any]) -> Iterato
         yield row
 
 
+def key(row: dict[str, Any]) -> Cell:
+    """The cell of a row of the state."""
+    return row["fusion"], row["D"], row["dtypes"], row.get("long", False)
+
+
 def summary(rows: list[dict[str, Any]], full: bool) -> list[dict[str, Any]]:
     """The state's cells as rows of the result file: one per fusion and pair of dtypes."""
     out = []
     for fusion in FUSIONS:
         for dtypes in DTYPES:
             mine = [r for r in rows if (r["fusion"], r["dtypes"]) == (fusion, dtypes)]
-            known = {r["D"] for r in mine}
+            known = {key(r) for r in mine}
             worst = max(mine, key=lambda r: r["worst"], default={"worst": 0.0, "worst_at": ""})
             out.append(dict(
                 fusion=fusion, code=FUSIONS[fusion].code, dtypes=dtypes, design="full" if full else "covering",
                 cells=len(mine), runs=sum(r["runs"] for r in mine),
-                missing=[c[1] for c in cells(full) if c[::2] == (fusion, dtypes) and c[1] not in known],
+                missing=[f"{c[1]} x 4095 rows" if c[3] else c[1] for c in cells(full)
+                         if (c[0], c[2]) == (fusion, dtypes) and c not in known],
                 again=sum(r.get("again", 0) for r in mine), failed=[f for r in mine for f in r["failed"]],
                 worst=worst["worst"], worst_at=worst["worst_at"],
                 made={k: sorted({r[k] for r in mine if r.get(k)}) for k in MADE},
@@ -218,11 +227,11 @@ def main() -> None:
     args.state.parent.mkdir(parents=True, exist_ok=True)
     lines = args.state.read_text().splitlines() if args.state.exists() else []
     rows = [json.loads(line) for line in lines]
-    have = {(r["fusion"], r["D"], r["dtypes"]) for r in rows}
+    have = {key(r) for r in rows}
     full = device == "cuda"
     wanted = [c for c in cells(full) if c not in have and args.only in " ".join(map(str, c))]
     if args.narrow_first:
-        wanted.reverse()
+        wanted = sorted(reversed(wanted), key=lambda c: c[3])
     print(f"{len(have)} cells known, {len(wanted)} to run on {device}", flush=True)
     end, memory = time.time() + args.seconds, Memory(int(args.memory * 2**30))
     start = multiprocessing.get_context("fork")  # CUDA is not touched before: workers need not import again
