@@ -10,7 +10,7 @@ the mean busy time over ranks (their microbatches again, collectives off) over t
 of the predicted step times, graphs compiled (torch counts each that it begins; `graphs_kept` are in use at the end).
 The plan of each policy is also simulated, here and for `--plan-ranks`.
 
-`gain` is tokens/s over equal_token's.  `zero_bubble_gain` is what the simulator, with the fit and without noise, gives
+`gain_over_equal_token` is of tokens/s.  `zero_bubble_gain` is what the simulator, with the fit and without noise, gives
 a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
 
 Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--compile-only` fills Inductor's caches.
@@ -185,7 +185,8 @@ def run(job: Job, plan: Plan, fit: CostFit, o: argparse.Namespace) -> dict:
     job.alone(todo[0].shape)  # gather the parameters
     job.meet()
     marks = [job.mark()]
-    for mb in todo:
+    again = min(o.replay or o.steps, len(wall))
+    for mb in (mb for mb in todo if mb.plan_step < again):
         job.alone(mb.shape)
         if mb.last:
             marks.append(job.mark())
@@ -197,13 +198,14 @@ def run(job: Job, plan: Plan, fit: CostFit, o: argparse.Namespace) -> dict:
     # The first step meets a cold loader, and the plan's largest microbatch.
     warm = slice(1, None) if len(wall) > 2 else slice(None)
     error = predicted[warm] / wall[warm] - 1
+    busy = load[:, warm]
     simulated = simulate(plan, fit, noise=0.0)
     return {
         "steps": len(wall[warm]), "tokens_per_s": float(done[warm].sum() / wall[warm].sum()),
         "tokens_per_step": float(done[warm].mean()), "plan_tokens_per_step": simulated.tokens_per_step,
-        "limit_fraction": float(load[:, warm].mean(0).sum() / wall[warm].sum()),
-        "bubble": float(1 - load[:, warm].mean(0).sum() / load[:, warm].max(0).sum()),
-        "load_cv": cv(load[:, warm].ravel()), "step_cv": cv(wall[warm]), "token_cv": cv(done[warm]),
+        "limit_fraction": float(busy.mean(0).sum() / wall[:again][warm].sum()),
+        "bubble": float(1 - busy.mean(0).sum() / busy.max(0).sum()), "replayed": busy.shape[1],
+        "load_cv": cv(busy.ravel()), "step_cv": cv(wall[warm]), "token_cv": cv(done[warm]),
         "mape": float(np.abs(error).mean()), "bias": float(error.mean()), "shapes": len(shapes), "oom": 0,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
         "step_s": wall.tolist(), "predicted_s": predicted.tolist(), "busy_s": load.tolist(),
@@ -252,6 +254,7 @@ def main() -> None:
     p.add_argument("--m-comp", type=float, default=1.05, help="adaptive_load's limit over the longest sample's S^p")
     p.add_argument("--tau", type=float, default=1.3)
     p.add_argument("--steps", type=int, default=20, help="per policy")
+    p.add_argument("--replay", type=int, help="how many of them again, without collectives; all by default")
     p.add_argument("--shapes", type=int, default=9)
     p.add_argument("--budget", type=float, default=60, help="seconds of the shape benchmark, compilation apart")
     p.add_argument("--speed-calls", type=int, default=12, help="of the longest sample, to compare the ranks' speeds")
@@ -331,7 +334,7 @@ def main() -> None:
                 r[f"zero_bubble_gain{suffix}"] = bound
                 r[f"planned_gain{suffix}"] = rates(plans[policy], fit, n)[0] / planned - 1
         for r in by.values():
-            r["gain"] = r["tokens_per_s"] / by["equal_token"]["tokens_per_s"] - 1
+            r["gain_over_equal_token"] = r["tokens_per_s"] / by["equal_token"]["tokens_per_s"] - 1
             say(r["policy"], {k: round(v, 4) for k, v in r.items() if "gain" in k})
     if first:
         rows += simulated(fit, o, common, say)

@@ -22,6 +22,7 @@ from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
 from graphopt.passes import catalogue, freeing_order, pipeline, reuse_gradients
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
+from graphopt.passes.lower_video_attention import LowerVideoAttention, MatchGlobalAttention, has_mark
 from graphopt.passes.record import PassRecord, Site
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,10 @@ def rewrite(
     )
     twin = pipeline.copy(gm)
     try:
-        record.passes += pipeline.run(twin, passes(), context, observe)
+        record.passes += pipeline.run(twin, passes(gm, config), context, observe)
     except Exception as error:
-        if config.on_error == "raise" or isinstance(error, RuleError):
+        # a graph that was to slide and stays dense would be another model
+        if config.on_error == "raise" or isinstance(error, RuleError) or slides(gm, config):
             if isinstance(error, GraphoptError):
                 raise
             what = f"a pass failed: {type(error).__name__}: {error}"
@@ -107,9 +109,19 @@ def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | N
     return inputs
 
 
-def passes() -> list[pipeline.Pass]:
-    """The passes of a graph, in order."""
-    return [Canonicalize(), AdaLN()]
+def passes(gm: fx.GraphModule, config: Config) -> list[pipeline.Pass]:
+    """The passes of a graph, in order.  Those of sliding attention run only where something asks for it.
+
+    Attention is matched first: what the tokens are is read from the model's own operators.
+    """
+    if not slides(gm, config):
+        return [Canonicalize(), AdaLN()]
+    return [Canonicalize(), MatchGlobalAttention(), AdaLN(), LowerVideoAttention(config.dsa)]
+
+
+def slides(gm: fx.GraphModule, config: Config) -> bool:
+    """Does the option `graphopt.dsa` or a converted module ask for sliding attention?"""
+    return config.dsa is not None or has_mark(gm)
 
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def plan_batches(
             or "pad" with repeats.  Always listed in the plan.
         carry_in: rows that the epoch before carried over.
         only: rows to plan instead of all (to re-plan what another world size has left).
-        window_steps: steps balanced at a time; bounds memory, not quality.
+        window_steps: steps balanced at a time (16 to 64 at least, where they may be uneven); bounds memory, not
+            quality.
         out: write the plan here window by window, and return it as loaded; for data sets of many million rows.
         progress: called with (steps done, steps).
 
