@@ -125,7 +125,7 @@ def test_settings_are_run_time_numbers(compiled) -> None:
 
 
 def test_without_a_compiler_the_torch_kernel_runs(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setenv("GRAPHOPT_CACHE", str(tmp_path))
+    monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(CodegenError, match="failed on the AdamW kernel"):
         adamw_cpp.load(1)
@@ -137,7 +137,7 @@ def test_without_a_compiler_the_torch_kernel_runs(tmp_path, monkeypatch, caplog)
 
 def test_two_processes_may_compile_at_once(tmp_path) -> None:
     code = "from graphopt.codegen import adamw_cpp; adamw_cpp.load(1); print('fine')"
-    env = {**os.environ, "GRAPHOPT_CACHE": str(tmp_path)}
+    env = {**os.environ, "GRAPHOPT_CACHE_DIR": str(tmp_path)}
     runs = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [r.communicate()[0].strip() for r in runs] == ["fine", "fine"]
     assert len(list(tmp_path.glob("*.so"))) == 1
