@@ -71,7 +71,8 @@ def live_values(spec: KernelSpec) -> int:
     heads = [f for f in spec.factors if "_table" not in f]
     per_token = sum(spec.per_token(f) for f in spec.factors)
     branch = 2 if spec.branch_normed else 0
-    return len(spec.sums) + len(spec.rows_in) + 1 + max(0, len(heads) - 2) + per_token + branch
+    summed = len(spec.rows_in) > len(spec.streams)
+    return len(spec.sums) + len(spec.streams) + 1 + max(0, len(heads) - 2) + per_token + branch + summed
 
 
 def one_pass(spec: KernelSpec) -> bool:
@@ -91,7 +92,7 @@ def _backward(spec: KernelSpec) -> Configuration:
     warps = 1
     while warps < MAX_WARPS and D * live_values(spec) > PER_THREAD * 32 * warps:
         warps *= 2
-    wide = len(spec.rows_in) >= 3
+    wide = len(spec.streams) >= 3
     warps = max(warps, 16 if wide and D > 4096 else 4 if D >= 1400 and not wide else 2 if D >= 512 else 1)
     if D <= 1400:
         per_sm = 2 if wide else 4

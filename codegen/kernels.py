@@ -47,7 +47,19 @@ def _cuda_multiprocessors(index: int) -> int:
 def kernel_of(spec: KernelSpec) -> tuple[Any, Configuration]:
     """The compiled-on-first-use kernel of a spec, and its configuration."""
     config = configure(spec)
-    return getattr(store.load(spec.function, emit(spec, config)), spec.function), config
+    kernel = getattr(store.load(spec.function, emit(spec, config)), spec.function)
+    _specs[id(kernel)] = kernel, spec
+    return kernel, config
+
+
+# what was generated in this process, by the identity of the function (which is kept alive here)
+_specs: dict[int, tuple[Any, KernelSpec]] = {}
+
+
+def spec_of(kernel: Any) -> KernelSpec | None:
+    """The spec a kernel was generated from; None for a kernel of somebody else."""
+    found = _specs.get(id(kernel))
+    return None if found is None else found[1]
 
 
 @cache

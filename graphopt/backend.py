@@ -17,9 +17,10 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat, _compat_capture, reporting
+from graphopt.codegen import operators
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
-from graphopt.passes import catalogue, freeing_order, pipeline
+from graphopt.passes import catalogue, freeing_order, gradient_addends, pipeline
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.record import PassRecord, Site
@@ -113,13 +114,20 @@ def passes() -> list[pipeline.Pass]:
 
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
-    """Inductor's options for a graph: where sites were rewritten, matmuls are put into the order that frees early."""
+    """Inductor's options for a graph where sites were rewritten: sums of gradients are folded into the kernels that
+    read them (numerics="fp32": eager rounds each addition), and matmuls put into the order that frees early."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
-    free = _compat.post_grad_pass(
-        freeing_order.free_early, version(freeing_order), inductor_options.get(_compat.POST_GRAD)
-    )
-    return {**inductor_options, _compat.POST_GRAD: free}
+    folds = config.numerics == "fp32" and "gradient_addends" not in config.disable
+
+    def change(graph: fx.Graph) -> None:
+        if folds:
+            gradient_addends.fold(graph)
+        freeing_order.free_early(graph)
+
+    names = (folds, version(gradient_addends), version(freeing_order), operators.source_hash())
+    order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
+    return {**inductor_options, _compat.POST_GRAD: order}
 
 
 @cache

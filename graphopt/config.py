@@ -129,9 +129,10 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
 
 
 def _check_rules(option: str, names: tuple[str, ...]) -> None:
+    known = catalogue.names() | (frozenset() if option.endswith("rules") else catalogue.LATE)
     for name in names:
-        if name not in catalogue.names():
-            remedy = _nearest(name, sorted(catalogue.names()))
+        if name not in known:
+            remedy = _nearest(name, sorted(known))
             raise ConfigError(f"{option} names an unknown rule {name!r}", remedy=remedy)
 
 

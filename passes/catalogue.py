@@ -31,6 +31,9 @@ RULES: tuple[Rule, ...] = (
     gate_residual.RULE,
 )
 
+# what is done to graphs after Inductor took them over: no rules, but switched off like one
+LATE = frozenset({"gradient_addends"})
+
 
 def every() -> tuple[Rule, ...]:
     """The rules users registered, then those of graphopt."""

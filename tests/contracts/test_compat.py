@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from graphopt import _compat, _compat_capture
+from graphopt import _compat, _compat_capture, _compat_launch
 
 
 def test_inductor_compile_takes_options_by_keyword() -> None:
@@ -346,3 +346,22 @@ def test_wrapped_tensors_and_operators() -> None:
     assert not _compat.is_wrapped(torch.ones(2))
     assert isinstance(torch.ops.aten.mm.default, _compat.OpOverload)
     assert isinstance(torch.ops.higher_order.cond, _compat.HigherOrderOperator)
+
+
+def test_launches_of_triton_kernels() -> None:
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    assert wrap.triton_kernel_wrapper_functional.__name__ == "triton_kernel_wrapper_functional"
+    first, second = object(), object()
+    graph = torch.fx.Graph()
+    x, y, z = (graph.placeholder(n) for n in "xyz")
+    node = graph.call_function(wrap.triton_kernel_wrapper_functional, (), {
+        "kernel_idx": wrap.kernel_side_table.add_kernel(first), "constant_args_idx": 0, "grid": [(3,)],
+        "tma_descriptor_metadata": {}, "kwargs": {"X": x, "Y": y, "N": 7}, "tensors_to_clone": ["Y"],
+    })
+    assert _compat_launch.launch_of(x) is None
+    assert _compat_launch.launch_of(node) == (first, {"X": x})
+    _compat_launch.relaunch(node, second, 4, {"X": z, "X2": x})
+    assert _compat_launch.launch_of(node) == (second, {"X": z, "X2": x})
+    assert node.kwargs["grid"] == [(3,)]
+    assert node.kwargs["kwargs"]["N"] == 7
