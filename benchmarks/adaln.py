@@ -2,6 +2,7 @@
 
     python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--fusions F1,F2,F2a,F3] [--systems graphopt,inductor,eager]
                                [--fit] [--out FOLDER]
+    python benchmarks/adaln.py --tune [--cases ...] [--seconds 200]      (adaln_tune.py: a table for this GPU)
 
 Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
 copy bandwidth) over graphopt's time.  `--fit --out results/h200/adaln.json` turns such a file into the
@@ -147,8 +148,16 @@ def main() -> None:
     parser.add_argument("--fusions", default="F1,F2,F2a,F3")
     parser.add_argument("--systems", default="graphopt,inductor,eager")
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="search this GPU's configurations (adaln_tune.py)")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args, rest = parser.parse_known_args()
+    if args.tune:
+        import adaln_tune
+
+        adaln_tune.main(["--write", *rest, *(["--out", str(args.out)] if args.out else [])])
+        return
+    if rest:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
     if args.fit:
         write_fit(args.out)
         return

@@ -44,11 +44,14 @@ class Configuration:
     joint: bool = False
 
 
-def configure(spec: KernelSpec) -> Configuration:
-    """The configuration of a kernel."""
+def closed_form(spec: KernelSpec, programs_per_sm: int | None = None) -> Configuration:
+    """The configuration of a kernel where none was measured (tuned.py).
+
+    programs_per_sm: of a backward that must keep the grid of another.
+    """
     if spec.part == "columns":
         return Configuration((512,), 4, 0, 4, rows=4)
-    return _forward(spec) if spec.direction == "forward" else _backward(spec)
+    return _forward(spec) if spec.direction == "forward" else _backward(spec, programs_per_sm)
 
 
 def _forward(spec: KernelSpec) -> Configuration:
@@ -85,7 +88,7 @@ def ring_limit(target: str) -> int:
     return 0 if target.startswith("gfx") else 1024 * (SHARED_KB.get(target, 99) - 3)
 
 
-def _backward(spec: KernelSpec) -> Configuration:
+def _backward(spec: KernelSpec, programs_per_sm: int | None) -> Configuration:
     D = spec.D
     if spec.part == "rows" and not one_pass(spec):
         return Configuration((CHUNK,), 8, 0, 2, chunked=True)
@@ -98,6 +101,7 @@ def _backward(spec: KernelSpec) -> Configuration:
         per_sm = 2 if wide else 4
     else:
         per_sm = 1 if wide or D >= 2560 else 2 if D >= 2048 else 3
+    per_sm = programs_per_sm or per_sm
     streamed = (*spec.rows_in, *(f for f in spec.factors if spec.per_token(f)))
     row_bytes = sum(spec.dtype(n).itemsize for n in streamed) * D * per_sm
     stages = 1 + min(5, max(2, int(RING_BYTES / row_bytes + 0.5)))

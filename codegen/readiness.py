@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.codegen import compiler, kernels
+from graphopt.codegen import compiler, kernels, tuned
 from graphopt.codegen.compiler import Resources
-from graphopt.codegen.configure import configure
 from graphopt.codegen.emit import emit
 from graphopt.codegen.form import OPERANDS, decode_outputs
 from graphopt.codegen.spec import MAX_D, KernelSpec
@@ -87,11 +86,11 @@ def specs(
             modulation=modulation, **kept, x_dtype=x_dtype,
         )[0]
         out += kernels.backward_parts(backward)
-    return [replace(spec, target=target) for spec in out]
+    return [replace(s, target=target, gpu=s.gpu if s.target == target else "") for s in out]
 
 
 @cache
 def compile_for(spec: KernelSpec, target: str) -> Resources:
     """Compile one kernel; CodegenError with the compiler's text if that fails."""
-    config = configure(spec)
+    config = tuned.configuration(spec)
     return compiler.shared().compile(compiler.unit_of(spec, config, emit(spec, config)), target)

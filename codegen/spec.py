@@ -51,6 +51,7 @@ class KernelSpec:
     group_dims, row_dims: into how many indices a modulation group and a row of it are taken apart (1 or 2).
     permuted: rows are walked in another order than they lie in.
     target: the GPU, such as sm90 or gfx942.
+    gpu: its name, where it is one of this machine: configurations may have been measured on it (tuned.py).
     rounding: rounding points of numerics="eager" (form.py); "" rounds once at the end.
     """
 
@@ -71,6 +72,7 @@ class KernelSpec:
     permuted: bool = False
     part: Part = "whole"
     target: str = "sm90"
+    gpu: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.D <= MAX_D:

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from graphopt import _compat, _compat_launch
-from graphopt.codegen import kernels
-from graphopt.codegen.configure import configure, one_pass
+from graphopt.codegen import kernels, tuned
+from graphopt.codegen.configure import one_pass
 from graphopt.codegen.spec import MAX_ADDENDS, KernelSpec, addend
 from graphopt.passes.freeing_order import MATMULS, VIEWS
 
@@ -154,6 +154,6 @@ def rewrite(graph: fx.Graph, node: fx.Node, spec: KernelSpec, folds: list[Fold])
                     total.meta["val"] = aten.add.Tensor(before.meta["val"], part.meta["val"])
             tensors[addend(f.gradient, k).upper()] = total
     kernel, config = kernels.kernel_of(spec)
-    if config.programs_per_sm != configure(spec.without_addends).programs_per_sm:
+    if config.programs_per_sm != tuned.configuration(spec.without_addends).programs_per_sm:
         raise ValueError(f"{spec.function}: addends must not change the grid")
     _compat_launch.relaunch(node, kernel, config.warps, tensors)

@@ -10,9 +10,9 @@ from torch import Tensor, fx
 
 from graphopt import _compat_launch
 from graphopt.codegen import kernels
-from graphopt.codegen.configure import configure
 from graphopt.codegen.form import split_outputs
 from graphopt.codegen.reference import backward as reference
+from graphopt.codegen.tuned import configuration
 from graphopt.passes import gradient_addends
 
 pytestmark = pytest.mark.kernel
@@ -216,7 +216,7 @@ def test_addends_keep_the_grid() -> None:
             wider = gradient_addends.with_addends(base, [fold])
             assert wider.without_addends == base
             assert len(wider.rows_in) == len(base.rows_in) + 2
-            assert configure(wider).programs_per_sm == configure(base).programs_per_sm
+            assert configuration(wider).programs_per_sm == configuration(base).programs_per_sm
 
 
 @pytest.mark.gpu
