@@ -1,7 +1,7 @@
 """The fused AdaLN operators against Inductor (mix-order off), Liger and eager, as whole compiled functions.
 
     python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--functions F1,F2,F2a,F3] [--warm I/N] [--out FOLDER]
-                               [--systems graphopt,inductor,inductor_max_autotune,inductor_mix_order,liger,eager]
+                 [--systems graphopt,graphopt_two_pass,inductor,inductor_max_autotune,inductor_mix_order,liger,eager]
     python benchmarks/adaln.py --tune [--cases ...] [--seconds 200]      (adaln_tune.py: a table for this GPU)
     python benchmarks/adaln.py --fit | --judge | --plot FILE.svg         (on results that are there: adaln_results.py)
 
@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 from _results import copy_tb_per_s, kept_times, save
 from adaln_functions import FUNCTIONS, floor_bytes, liger, operands
 
 SHAPES = ("1x75600x5120,1x64000x3072,2x16384x3072,1x32760x1536,8x4096x1152,1x4096x3072,4x4096x2432,4x4096x1536,"
           "2x1024x3072,2x512x3072,1x512x3072,4x333x2432,1x512x1536,1x256x3072,4x256x1152,2x77x3072,1x77x2432,1x64x1152")
-SYSTEMS = ("graphopt", "inductor", "inductor_max_autotune", "inductor_mix_order", "liger", "eager")
 SMALL = 300e6  # bytes of one tensor: eager is timed below this only
 KEYS = ("kernel", "direction", "shape", "dtype", "form")
 
@@ -49,7 +52,7 @@ def replayed(f, stream: torch.cuda.Stream) -> float:
 def compiled(code: str, system: str, f):
     """The function as a system runs it; None where it has none."""
     torch._dynamo.reset()
-    if system == "graphopt":
+    if system.startswith("graphopt"):
         return torch.compile(f, backend="graphopt", dynamic=False, options={"graphopt.select": "all"})
     if system == "inductor":
         return torch.compile(f, dynamic=False, options={"triton.mix_order_reduction": False})
@@ -64,15 +67,36 @@ def compiled(code: str, system: str, f):
 def timed(code: str, system: str, args: list[torch.Tensor], measure: bool = True) -> tuple[float, float] | None:
     """(forward, backward) microseconds; None where a system has no such function."""
     made = FUNCTIONS[code].made(args[0].shape[-1])
-    f = compiled(code, system, made)
-    if f is None:
-        return None
+    with strategy(system):
+        f = compiled(code, system, made)
+        return None if f is None else times(code, system, f, made, args, measure)
+
+
+@contextmanager
+def strategy(system: str):
+    """graphopt_two_pass: a separate pass over tiles of columns sums the gradients of factors, as in the paper.
+
+    The switch is read while a graph is traced and is no part of any cache's key.
+    """
+    if system != "graphopt_two_pass":
+        yield
+        return
+    os.environ["GRAPHOPT_REDUCTION"] = "two_pass"
+    try:
+        with torch._inductor.config.patch(force_disable_caches=True):
+            yield
+    finally:
+        del os.environ["GRAPHOPT_REDUCTION"]
+
+
+def times(code: str, system: str, f, made, args: list[torch.Tensor], measure: bool) -> tuple[float, float] | None:
+    """The times of a callable; None where they are not wanted."""
     leaves = [*args, *(made.parameters() if isinstance(made, torch.nn.Module) else ())]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         out = f(*args)
-    if system == "graphopt":
+    if system.startswith("graphopt"):
         check(code, f)
     cotangents = [torch.randn_like(o) for o in flat(out)]
 
