@@ -47,3 +47,23 @@ def relaunch(node: fx.Node, kernel: Any, warps: int, tensors: dict[str, fx.Node]
     arguments: Any = node.kwargs["kwargs"]
     node.kwargs = {**node.kwargs, "kernel_idx": wrap.kernel_side_table.add_kernel(kernel),
                    "kwargs": {**arguments, **tensors}}
+
+
+def launch(
+    graph: fx.Graph, kernel: Any, warps: int, grid: tuple[int, ...], arguments: dict[str, Any], written: list[str]
+) -> fx.Node:
+    """A launch as a node where the graph inserts; it yields the tensors the kernel writes, by name.
+
+    arguments: tensors (nodes) and numbers by the names of the kernel's parameters.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    if hasattr(kernel, "cache_key"):  # Triton's interpreter knows no warps
+        import triton
+
+        kernel = triton.autotune(configs=[triton.Config({}, num_warps=warps)], key=[])(kernel)
+    return graph.call_function(wrap.triton_kernel_wrapper_functional, (), {
+        "kernel_idx": wrap.kernel_side_table.add_kernel(kernel),
+        "constant_args_idx": wrap.kernel_side_table.add_constant_args({}), "grid": [grid],
+        "tma_descriptor_metadata": {}, "kwargs": arguments, "tensors_to_clone": written,
+    })

@@ -20,7 +20,7 @@ from graphopt import _compat, _compat_capture, reporting
 from graphopt.codegen import operators
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
-from graphopt.passes import catalogue, freeing_order, gradient_addends, pipeline
+from graphopt.passes import catalogue, column_sums, freeing_order, gradient_addends, pipeline
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.record import PassRecord, Site
@@ -115,19 +115,23 @@ def passes() -> list[pipeline.Pass]:
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
     """Inductor's options for a graph where sites were rewritten: sums of gradients are folded into the kernels that
-    read them (numerics="fp32": eager rounds each addition), and matmuls put into the order that frees early."""
+    read or make them (numerics="fp32": eager rounds each addition), and matmuls put into the order that frees early."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
-    folds = config.numerics == "fp32" and "gradient_addends" not in config.disable
+    late = [m for m in (gradient_addends, column_sums) if config.numerics == "fp32" and _name(m) not in config.disable]
 
     def change(graph: fx.Graph) -> None:
-        if folds:
-            gradient_addends.fold(graph)
+        for module in late:
+            module.fold(graph)
         freeing_order.free_early(graph)
 
-    names = (folds, version(gradient_addends), version(freeing_order), operators.source_hash())
+    names = ([(_name(m), version(m)) for m in late], version(freeing_order), operators.source_hash())
     order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
     return {**inductor_options, _compat.POST_GRAD: order}
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
 
 
 @cache

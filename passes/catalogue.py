@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 # what is done to graphs after Inductor took them over: no rules, but switched off like one
-LATE = frozenset({"gradient_addends"})
+LATE = frozenset({"gradient_addends", "column_sums"})
 
 
 def every() -> tuple[Rule, ...]:

@@ -20,23 +20,6 @@ aten = torch.ops.aten
 OUTPUTS = {"F1": "scale+shift", "F2": "scale+shift", "F4": "scale+shift scale plain"}
 
 
-def add_launch(
-    graph: fx.Graph, kernel, warps: int, grid: tuple[int, ...], arguments: dict, written: list[str]
-) -> fx.Node:
-    """A launch as Inductor's graphs hold it; it yields copies of the tensors the kernel writes, by name."""
-    from torch._higher_order_ops import triton_kernel_wrap as wrap
-
-    if hasattr(kernel, "cache_key"):  # not under the interpreter, which knows no warps
-        import triton
-
-        kernel = triton.autotune(configs=[triton.Config({}, num_warps=warps)], key=[])(kernel)
-    return graph.call_function(wrap.triton_kernel_wrapper_functional, (), {
-        "kernel_idx": wrap.kernel_side_table.add_kernel(kernel),
-        "constant_args_idx": wrap.kernel_side_table.add_constant_args({}), "grid": [grid],
-        "tma_descriptor_metadata": {}, "kwargs": arguments, "tensors_to_clone": written,
-    })
-
-
 class Case:
     """One backward of F1, F2 or F4 and the graph of its launch behind sums of matmuls."""
 
@@ -91,13 +74,16 @@ class Case:
         device = self.h.device
         written = {t: torch.full(self.h.shape, float("nan"), dtype=spec.dtype(t), device=device) for t in spec.rows_out}
         written["partial"] = torch.full((plan.G * P, len(spec.sums) * spec.D), float("nan"), device=device)
+        wanted = {*spec.rows_in, *spec.factors, *spec.statistics, *written}  # not the shifts
         for name, value in {**given, "mean": self.mean, "rstd": self.rstd, **written}.items():
+            if name not in wanted:
+                continue
             tensors[name.upper()] = constant(f"t_{name}", value)
         for i, d in enumerate(dys):
             tensors[kernels.numbered("dy", i).upper()] = d
         numbers = dict(zip((f"{t}_{i}" for t, i in spec.stride_arguments), kernels._strides(spec, plan)))
         scalars = {"N": plan.N, "P": P, **numbers}
-        node = add_launch(graph, kernel, config.warps, (plan.G * P,), {**tensors, **scalars},
+        node = _compat_launch.launch(graph, kernel, config.warps, (plan.G * P,), {**tensors, **scalars},
                                          [t.upper() for t in written])
         results = [graph.call_function(operator.getitem, (node, t.upper())) for t in written]
         graph.output(tuple(results))
