@@ -158,10 +158,10 @@ class Case:
             shapes = ((64, 32), (128, 16), (128, 32), (256, 16), (256, 32), (64, 64), (128, 64), (64, 16), (32, 128))
             return [replace(base, blocks=shape, warps=w) for shape in shapes for w in (4, 8)]
         if self.direction == "f":
-            for warps in (1, 2, 4):
+            for warps in (1, 2, 4, 8):
                 if D // warps <= 2048:
-                    found.append(Configuration(cut(D, 256 * warps), warps, 0, 0))
-            for warps, width in ((1, 256), (1, 128), (2, 512), (4, 1024)):
+                    found += [Configuration(cut(D, lane * warps), warps, 0, 0) for lane in (256, 128)]
+            for warps, width in ((1, 256), (1, 128), (2, 512), (4, 1024), (4, 512), (8, 2048)):
                 if D // warps <= 1600:
                     found += [Configuration(cut(D, width), warps, stages, 0, rows)
                               for rows, stages in ((2, 3), (4, 3), (4, 4), (4, 5), (3, 3), (8, 3), (8, 4))]
@@ -179,21 +179,24 @@ class Case:
                             if (36e3 < ring < 125e3 or stages == 3) and ring < 220e3 and D / warps < 1700:
                                 found.append(Configuration(blocks, warps, stages, per_sm, joint=joint))
             found += [replace(base, joint=joint, stages=0), replace(base, joint=joint, stages=0, programs_per_sm=4)]
+            if not s.sums:  # nothing binds rows to programs
+                found += [replace(base, joint=joint, stages=stages, programs_per_sm=per_sm)
+                          for stages in (0, 3) for per_sm in (2, 4, 8, 16, 32)]
         return found
 
-    def candidates(self, only: bool) -> list[Configuration]:
-        """The closed form, then its neighbours, those that differ least first."""
+    def candidates(self, most: int) -> list[Configuration]:
+        """The closed form, then its neighbours, those that differ least first; `most` of them in all."""
         own = asdict(self.base)
         differs = lambda c: sum(value != own[name] for name, value in asdict(c).items())
-        near = [] if only else sorted(self.neighbours(), key=differs)
-        return list(dict.fromkeys([self.base, *near]))
+        near = sorted(self.neighbours(), key=differs) if most > 1 else []
+        return list(dict.fromkeys([self.base, *near]))[:most]
 
 
-def warm(cases: list[str], only: bool, i: int, n: int) -> None:
+def warm(cases: list[str], most: int, i: int, n: int) -> None:
     """Compile every n-th configuration of every case, from the i-th, by running it once."""
     for text in cases:
         case = Case(text)
-        for config in case.candidates(only)[i::n]:
+        for config in case.candidates(most)[i::n]:
             try:
                 case.launch(config)()
                 torch.cuda.synchronize()
@@ -222,6 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--only", action="store_true", help="measure the closed form alone")
+    parser.add_argument("--most", type=int, default=200, help="configurations per case at most")
     parser.add_argument("--seconds", type=float, default=200.0, help="time for all cases together")
     parser.add_argument("--workers", type=int, default=12, help="processes that fill Triton's cache first")
     parser.add_argument("--show", type=int, default=6, help="configurations printed per case")
@@ -231,12 +235,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     cases = args.cases.split(",")
+    most = 1 if args.only else args.most
     if args.warm:
-        warm(cases, args.only, *map(int, args.warm.split("/")))
+        warm(cases, most, *map(int, args.warm.split("/")))
         return
     start = time.time()
     if args.workers:
-        command = [sys.executable, __file__, "--cases", args.cases, *(["--only"] if args.only else []), "--warm"]
+        command = [sys.executable, __file__, "--cases", args.cases, "--most", str(most), "--warm"]
         running = [subprocess.Popen([*command, f"{i}/{args.workers}"]) for i in range(args.workers)]
         for process in running:
             process.wait()
@@ -248,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
         floor = case.floor_bytes / bandwidth / 1e6
         limit = time.time() + (end - time.time()) / (len(cases) - k)
         rows: list[tuple[float, float, Configuration]] = []
-        for config in case.candidates(args.only):
+        for config in case.candidates(most):
             if rows and time.time() > limit:
                 break
             try:
