@@ -38,6 +38,7 @@ docs: $(STAMP)
 	$(BIN)/pip install -q --no-deps --no-build-isolation --target build/typed .
 	$(BIN)/python -m typer graphopt.cli utils docs --name graphopt --title "Command line" > build/cli.md
 	cp build/cli.md docs/reference/cli.md
+	$(BIN)/python benchmarks/report.py --html build/benchmarks.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # wheel and sdist, installed in a clean environment; the top-level names they install

@@ -1,0 +1,146 @@
+"""Rows of the two papers' tables, measured here: what a fused norm saves, and the longest sequence at equal memory.
+
+    python benchmarks/papers.py [norm] [longest] [--out FOLDER]
+
+norm: layer norm + modulate (fp32 factors, bf16 rows) at N = 64,000: eager against graphopt, forward and backward in
+microseconds, and the bytes the forward leaves for the backward (storages saved, the module's inputs apart).
+longest: a Wan-1.3B-shaped model of four layers.  The budget is eager's peak at the paper's 48,000 tokens (the nearest
+grid of 30 x 52); then the longest grid whose peak stays in it, for eager, Inductor (mix-order off) and graphopt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from _results import copy_tb_per_s, save
+
+H, W = 30, 52
+KEYS = ("figure", "system", "shape", "direction")
+
+
+def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """As Wan's block writes it."""
+    return (F.layer_norm(x.float(), (x.shape[-1],), None, None, 1e-6) * (1 + scale) + shift).type_as(x)
+
+
+def microseconds(f: Callable[[], object], repeats: int = 30) -> float:
+    """Median over events on the device."""
+    times = []
+    for i in range(repeats + 5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        f()
+        end.record()
+        end.synchronize()
+        if i >= 5:
+            times.append(1000 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def saved_bytes(f: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> int:
+    """Bytes of distinct storages a forward saves for its backward, without those of its inputs."""
+    own = {t.untyped_storage().data_ptr() for t in inputs}
+    storages: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = f()
+    storages.pop(out.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def norm() -> list[dict]:
+    """Times and saved bytes of both, per width."""
+    rows = []
+    for D in (1536, 3072, 5120):
+        new = lambda *shape: torch.randn(*shape, device="cuda")
+        x = new(1, 64000, D).bfloat16().requires_grad_()
+        scale, shift = (0.3 * new(1, 1, D)).requires_grad_(), (0.3 * new(1, 1, D)).requires_grad_()
+        dy = new(1, 64000, D).bfloat16()
+        torch._dynamo.reset()
+        systems = {"eager": modulated, "graphopt": torch.compile(modulated, backend="graphopt",
+                                                                 options={"graphopt.select": "all"})}
+        for system, f in systems.items():
+            y = f(x, scale, shift)
+            backward = lambda y=y: torch.autograd.grad(y, (x, scale, shift), dy, retain_graph=True)
+            with torch.no_grad():
+                rows.append(dict(figure="norm", system=system, shape=[1, 64000, D], direction="forward",
+                                 us=microseconds(lambda f=f: f(x, scale, shift))))
+            rows.append(dict(figure="norm", system=system, shape=[1, 64000, D], direction="backward",
+                             us=microseconds(backward), saved_bytes=saved_bytes(lambda f=f: f(x, scale, shift), [x])))
+            print(rows[-2], rows[-1], flush=True)
+            del y, backward
+    return rows
+
+
+def peak(f: Callable, model: torch.nn.Module, T: int) -> float | None:
+    """GiB allocated at the peak of a step with T latent frames; None if it does not fit."""
+    from step_models import Size, inputs
+
+    for p in model.parameters():
+        p.grad = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    kw = inputs("wan-1.3b", Size(1, T, H, W, 512))
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        f(**kw)[0].float().square().mean().backward()
+    except torch.cuda.OutOfMemoryError:
+        return None
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def longest(most: int = 128) -> list[dict]:
+    """Frames by bisection: a peak grows with T."""
+    from step_models import build
+
+    model = build("wan-1.3b")
+    frames = round(48000 / (H * W))
+    budget = peak(model, model, frames)
+    assert budget is not None
+    rows = [dict(figure="longest", system="eager", shape=[frames, H, W], tokens=frames * H * W, peak_gib=budget,
+                 budget_gib=budget)]
+    for system in ("inductor_no_mix_order", "graphopt"):
+        torch._dynamo.reset()
+        options = {"triton.mix_order_reduction": False}
+        f = (torch.compile(model, backend="graphopt", dynamic=True) if system == "graphopt"
+             else torch.compile(model, options=options, dynamic=True))
+        peak(f, model, frames + 2)  # compiles
+        low, high, at = frames, most, budget
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = peak(f, model, middle)
+            if found is not None and found <= budget:
+                low, at = middle, found
+            else:
+                high = middle
+        rows.append(dict(figure="longest", system=system, shape=[low, H, W], tokens=low * H * W, peak_gib=at,
+                         budget_gib=budget))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    """Run the parts named (all by default) and save their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=["norm", "longest", []], default=[])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    ceilings = {"copy_tb_per_s": copy_tb_per_s()}
+    for part in args.parts or ["norm", "longest"]:
+        save("papers", {"norm": norm, "longest": longest}[part](), KEYS, ceilings, args.out)
+
+
+if __name__ == "__main__":
+    main()

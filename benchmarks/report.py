@@ -1,0 +1,278 @@
+"""The benchmark page, from the result files alone: docs/benchmarks.md with plots, docs/papers.md, and one HTML page.
+
+    python benchmarks/report.py [--html build/benchmarks.html]
+
+No figure is typed in here.  Each section names the files it was made of, their commands, machines and versions; where a
+rival is as good or better, the section says so from the same rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import report_plots as plots
+from _results import ROOT
+from report_papers import papers
+
+DOCS = ROOT.parent / "docs"
+Row = dict
+
+
+@dataclass
+class Section:
+    """One heading of the page.
+
+    Attributes:
+        title: the heading.
+        files: result files it was made of, relative to benchmarks/results.
+        text: Markdown.
+        figure: name of its plot and the function that draws it, if there is one.
+    """
+
+    title: str
+    files: list[str]
+    text: str
+    figure: tuple[str, Callable[[Path], None]] | None = None
+    rivals: list[str] = field(default_factory=list)
+
+
+class Results:
+    """Result files by machine and name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = {str(f.relative_to(folder)): json.loads(f.read_text()) for f in sorted(folder.rglob("*.json"))}
+
+    def rows(self, name: str, **where: object) -> Iterator[tuple[str, Row]]:
+        """Rows of <machine>/<name>.json with these values, and their file."""
+        for file, found in self.files.items():
+            if Path(file).stem == name:
+                for row in found["rows"]:
+                    if all(row.get(k) == v for k, v in where.items()):
+                        yield file, row
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits; a dash for None."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if abs(value) >= 10 ** (digits - 1) else text
+
+
+def adaln(results: Results) -> Section | None:
+    """Fused operators: microseconds of each system, and graphopt's share of the copy bandwidth."""
+    found = list(results.rows("adaln"))
+    if not found:
+        return None
+    systems = [s for s in ("graphopt", "inductor", "inductor_max_autotune", "inductor_mix_order", "liger", "eager")
+               if any(s in r["us"] for _, r in found)]
+    size = lambda r: r["shape"][0] * r["shape"][1] * r["shape"][2]
+    lines, rivals = [], []
+    for _, r in sorted(found, key=lambda fr: (fr[1]["kernel"], fr[1]["direction"] != "forward", -size(fr[1]))):
+        us = r["us"]
+        name = f"{r['kernel']} {r['direction']} {' x '.join(map(str, r['shape']))}"
+        form = "" if r.get("form") in (None, "wan") else f" ({r['form']})"
+        lines.append([r["kernel"] + form, r["direction"], " x ".join(map(str, r["shape"])),
+                      *(number(us.get(s)) for s in systems), number(r.get("roofline"), 2)])
+        best = min((us[s] for s in systems[1:] if s in us), default=None)
+        if best is not None and "graphopt" in us and best <= 1.01 * us["graphopt"]:
+            rivals.append(f"{name} ({number(best)} against {number(us['graphopt'])} us)")
+    text = ("Whole compiled functions, second stage of the backward included; CUDA-graph replays, medians in "
+            "microseconds. The last column is the floor (bytes that must move, over the copy bandwidth measured in "
+            "that run) over graphopt's time. `inductor`: mix-order reduction off, because with it gradients are "
+            "wrong.\n\n"
+            + table(["kernel", "direction", "B x N x D", *systems, "of copy"], lines))
+    return Section("Fused norms and gates", sorted({f for f, _ in found}), text,
+                   ("adaln", lambda p: plots.adaln([r for _, r in found], p)), rivals)
+
+
+def step(results: Results) -> Section | None:
+    """A training step of whole models."""
+    found = [(f, r) for f, r in results.rows("step") if r.get("step_ms")]
+    if not found:
+        return None
+    key = lambda r: (r["model"], str(r["grid"]), r["batch"], str(r["layers"]))
+    lines, rivals, order = [], [], ["eager", "inductor", "inductor_no_mix_order", "graphopt"]
+    for k in sorted({key(r) for _, r in found}):
+        same = {r["system"]: r for _, r in found if key(r) == k}
+        for s in [s for s in order if s in same] + sorted(set(same) - set(order)):
+            r = same[s]
+            lines.append([k[0], k[1], str(k[2]), k[3], s, number(r.get("forward_ms"), 4), number(r["step_ms"], 4),
+                          number(r["peak_gib"], 4), number(r.get("grad_norm"), 5)])
+        if {"graphopt", "inductor_no_mix_order"} <= set(same):
+            ours, theirs = same["graphopt"], same["inductor_no_mix_order"]
+            if theirs["step_ms"] <= 1.005 * ours["step_ms"]:
+                rivals.append(f"{k[0]} {k[1]}, batch {k[2]}: Inductor's step takes {number(theirs['step_ms'], 4)} ms, "
+                              f"graphopt's {number(ours['step_ms'], 4)}")
+            if theirs["peak_gib"] < ours["peak_gib"]:
+                rivals.append(f"{k[0]} {k[1]}, batch {k[2]}: Inductor's peak is {number(theirs['peak_gib'], 4)} GiB, "
+                              f"graphopt's {number(ours['peak_gib'], 4)}")
+    text = ("Forward and backward, no optimizer. A gradient norm that is not eager's is a wrong result, not a fast "
+            "one.\n\n"
+            + table(["model", "grid", "batch", "layers", "system", "forward, ms", "step, ms", "peak, GiB",
+                     "gradient norm"], lines))
+    return Section("A training step", sorted({f for f, _ in found}), text,
+                   ("step", lambda p: plots.step([r for _, r in found], p)), rivals)
+
+
+def dsa(results: Results) -> Section | None:
+    """Deformable sliding attention over the number of tokens."""
+    found = [(f, r) for f, r in results.rows("dsa", what="attention")]
+    if not found:
+        return None
+    systems = [s for s in ("graphopt", "cudnn", "flex", "reference") if any(s in r["ms"] for _, r in found)]
+    lines, rivals = [], []
+    for _, r in sorted(found, key=lambda fr: (fr[1]["window"], fr[1]["tokens"], fr[1]["direction"], fr[1]["offsets"])):
+        ms = r["ms"]
+        lines.append([" x ".join(map(str, r["window"])), f"{r['tokens']:,}", r["offsets"], r["direction"],
+                      *(number(ms.get(s)) for s in systems), number((r.get("error") or {}).get("y"), 2)])
+        best = min((ms[s] for s in systems[1:] if s in ms), default=None)
+        if best is not None and "graphopt" in ms and best <= ms["graphopt"]:
+            rivals.append(f"{r['tokens']:,} tokens, {r['direction']} ({number(best)} against "
+                          f"{number(ms['graphopt'])} ms)")
+    text = ("Milliseconds through autograd; backward with the offsets' gradient. cuDNN is dense attention and "
+            "FlexAttention a fixed window: neither computes what a learned window does. The error is the output's, "
+            "against fp64.\n\n"
+            + table(["window", "tokens", "offsets", "direction", *systems, "error"], lines))
+    return Section("3D deformable sliding attention", sorted({f for f, _ in found}), text,
+                   ("dsa", lambda p: plots.dsa([r for _, r in found], p)), rivals)
+
+
+def stream(results: Results) -> Section | None:
+    """Streamed steps against the machine's bound."""
+    found = [(f, r) for f, r in results.rows("stream") if r.get("step_ms")]
+    if not found:
+        return None
+    lines = [[number(r.get("params_b")), f"{r['tokens']:,}", r["system"], str(r.get("update") or "-"),
+              *(number(r.get(k), 4) for k in ("step_ms", "bound_ms", "resident_ms")),
+              number(r.get("rho"), 2), number(r.get("peak_gib"), 3), number(r.get("host_gib"), 3)]
+             for _, r in sorted(found, key=lambda fr: (fr[1].get("params_b") or 0, fr[1]["tokens"], fr[1]["step_ms"]))]
+    text = ("Weights, gradients and AdamW in host memory. The bound follows from rates measured alone in the same run "
+            "(docs/streaming.md); resident is the same compiled layers kept on the GPU, without an optimizer.\n\n"
+            + table(["billions", "tokens", "system", "update", "step, ms", "bound, ms", "resident, ms", "bound / step",
+                     "GPU peak, GiB", "host, GiB"], lines))
+    return Section("Layer streaming", sorted({f for f, _ in found}), text,
+                   ("stream", lambda p: plots.stream([r for _, r in found], p)))
+
+
+def schedule(results: Results) -> Section | None:
+    """Batch plans, simulated and measured."""
+    found = [(f, r) for f, r in results.rows("schedule") if r.get("limit_fraction") is not None]
+    if not found:
+        return None
+    kind = lambda r: "simulated" if r.get("simulated") else "measured"
+    key = lambda r: (kind(r), str(r["data"]), r["ranks"], r["limit_fraction"])
+    per_cent = lambda value, digits: "-" if value is None else number(100 * value, digits)
+    lines = [[kind(r), str(r["data"]), str(r["ranks"]), r["policy"], "-" if r.get("tau") is None else str(r["tau"]),
+              str(r.get("mode") or "-"), per_cent(r["limit_fraction"], 3), per_cent(r.get("step_cv"), 2),
+              number(r.get("tokens_per_s"), 4), per_cent(r.get("mape"), 2)]
+             for r in sorted((r for _, r in found), key=key)]
+    text = ("Simulated: per cent of a plan without any waiting. Measured: mean busy time of the ranks over the wall "
+            "time of the slowest.\n\n"
+            + table(["", "data", "ranks", "policy", "tau", "mode", "%", "CV of steps, %", "tokens/s",
+                     "error of prediction, %"], lines))
+    return Section("Batch plans", sorted({f for f, _ in found}), text,
+                   ("schedule", lambda p: plots.schedule([r for _, r in found], p)))
+
+
+def zoo(results: Results) -> Section | None:
+    """What is matched in real models, and how exact the rewritten training is."""
+    counted, matrix = list(results.rows("zoo_count")), list(results.rows("zoo_matrix"))
+    if not counted:
+        return None
+    sites, matched = (sum(r[k] for _, r in counted) for k in ("sites", "matched"))
+    models = len({r["model"] for _, r in counted})
+    lines = [["sites matched", f"{matched:,} of {sites:,} ({len(counted)} variants of {models} models)"]]
+    if matrix:
+        means = [r["mean"] for _, r in matrix if r.get("mean") is not None and not r.get("torch_is_wrong")]
+        holds = sum(bool(r.get("holds")) for _, r in matrix)
+        lines += [["training within the contract", f"{holds} of {len(matrix)} variants"],
+                  ["error against fp64, in eager's (means)", f"{min(means):.3f} to {max(means):.3f}"]]
+        wrong = sorted({f"{r['model']} {r['variant']}" for _, r in matrix if not r.get("holds")})
+        if wrong:
+            lines.append(["not within", ", ".join(wrong)])
+    return Section("Thirty-one real models", sorted({f for f, _ in counted + matrix}), table(["", ""], lines))
+
+
+SECTIONS = (adaln, step, dsa, stream, schedule, zoo)
+
+
+def source(results: Results, file: str) -> str:
+    """One line: where a section's figures come from."""
+    found = results.files[file]
+    commits = sorted({r.get("commit", found["commit"]) for r in found["rows"]})
+    return (f"`benchmarks/results/{file}`: last command `{found['command']}`, {found['machine']}, "
+            f"torch {found['torch']}, triton {found['triton']}, {found['date']}, commits "
+            + ", ".join(c[:7] for c in commits))
+
+
+def markdown(results: Results, pictures: Path) -> str:
+    """The page; plots are drawn into `pictures`."""
+    pictures.mkdir(parents=True, exist_ok=True)
+    parts = ["# Benchmarks", "Made by `python benchmarks/report.py` from the files named below; run any of them "
+             "yourself with `graphopt bench`. A dash: not measured. Rows of one file may be of several commits."]
+    for make in SECTIONS:
+        section = make(results)
+        if section is None:
+            continue
+        parts.append(f"## {section.title}")
+        if section.figure:
+            name, draw = section.figure
+            draw(pictures / f"{name}.svg")
+            parts.append(f"![{section.title}]({pictures.name}/{name}.svg)")
+        parts.append(section.text)
+        if section.rivals:
+            parts.append("**As good or better elsewhere:** " + "; ".join(section.rivals) + ".")
+        parts.append("\n".join(f"- {source(results, f)}" for f in section.files))
+    return "\n\n".join(parts) + "\n"
+
+
+def page(text: str, pictures: Path) -> str:
+    """The Markdown as one HTML file with its pictures inside."""
+    import markdown as converter
+
+    body = converter.markdown(text, extensions=["tables"])
+    for picture in pictures.glob("*.svg"):
+        data = base64.b64encode(picture.read_bytes()).decode()
+        body = body.replace(f'src="{pictures.name}/{picture.name}"', f'src="data:image/svg+xml;base64,{data}"')
+    style = ("body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#222}"
+             "table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}"
+             "td,th{padding:.2rem .6rem;border-bottom:1px solid #ddd;text-align:right}"
+             "td:first-child,th:first-child{text-align:left}"
+             "img{max-width:100%}code{background:#f3f3f3;padding:0 .2em}")
+    return ('<!doctype html><html lang="en"><head><meta charset="utf-8"><title>graphopt: benchmarks</title>'
+            f"<style>{style}</style></head><body>{body}</body></html>\n")
+
+
+def main() -> None:
+    """Write the page and its plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    parser.add_argument("--html", type=Path)
+    args = parser.parse_args()
+    pictures = args.docs / "img"
+    results = Results(args.results)
+    text = markdown(results, pictures)
+    (args.docs / "benchmarks.md").write_text(text)
+    (args.docs / "papers.md").write_text(papers(results))
+    if args.html:
+        args.html.parent.mkdir(parents=True, exist_ok=True)
+        args.html.write_text(page(text, pictures))
+    print("wrote", args.docs / "benchmarks.md", args.html or "")
+
+
+if __name__ == "__main__":
+    main()

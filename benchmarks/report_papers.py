@@ -1,0 +1,181 @@
+"""The papers' figures beside ours, row by row, from the result files: docs/papers.md (written by report.py)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+Row = dict
+MISSING = "not measured"
+HEAD = """# The papers' figures beside ours
+
+graphopt implements two papers: AdaptiveLoad (mixed data, fused norms) and MegaSlide-DiT (layer streaming, 3D
+deformable sliding attention). Neither released its kernels, models or data, so a row compares a published figure with
+what the same idea gives here, on our machine, at the size named. Made by `python benchmarks/report.py`.
+"""
+
+
+class Rows(Protocol):
+    """What this needs of report.Results."""
+
+    def rows(self, name: str, **where: object) -> Iterator[tuple[str, Row]]:
+        """Rows of a benchmark, with their file."""
+
+
+def first(results: Rows, name: str, **where: object) -> Row | None:
+    """The first row with these values."""
+    return next((r for _, r in results.rows(name, **where)), None)
+
+
+def ratio(results: Rows, direction: str) -> str:
+    """Eager's time over graphopt's for the norm at N = 64,000, per width."""
+    parts = []
+    for _, eager in results.rows("papers", figure="norm", system="eager", direction=direction):
+        ours = first(results, "papers", figure="norm", system="graphopt", direction=direction, shape=eager["shape"])
+        if ours:
+            parts.append(f"{eager['us'] / ours['us']:.2f}x at D = {eager['shape'][2]}")
+    return ", ".join(parts) or MISSING
+
+
+def activations(results: Rows) -> str:
+    """What the norm leaves for its backward, against eager."""
+    parts = []
+    for _, eager in results.rows("papers", figure="norm", system="eager", direction="backward"):
+        ours = first(results, "papers", figure="norm", system="graphopt", direction="backward", shape=eager["shape"])
+        if ours:
+            gain = 1 - ours["saved_bytes"] / eager["saved_bytes"]
+            parts.append(f"-{100 * gain:.1f} % at D = {eager['shape'][2]} ({eager['saved_bytes'] / 1e9:.2f} to "
+                         f"{ours['saved_bytes'] / 1e9:.4f} GB)")
+    return ", ".join(parts) or MISSING
+
+
+def peak(results: Rows) -> str:
+    """Peak of a training step against eager and against Inductor."""
+    by = {r["system"]: r for _, r in results.rows("step", model="wan-1.3b", batch=1, layers=4) if r.get("step_ms")}
+    if not {"eager", "graphopt"} <= set(by):
+        return MISSING
+    text = f"-{100 * (1 - by['graphopt']['peak_gib'] / by['eager']['peak_gib']):.1f} % of eager"
+    if "inductor_no_mix_order" in by:
+        gain = by["graphopt"]["peak_gib"] / by["inductor_no_mix_order"]["peak_gib"] - 1
+        text += f"; {100 * gain:+.1f} % of Inductor"
+    return text + " (Wan 1.3B x 4)"
+
+
+def longest(results: Rows) -> str:
+    """Tokens at eager's peak."""
+    by = {r["system"]: r for _, r in results.rows("papers", figure="longest")}
+    if not {"eager", "graphopt"} <= set(by):
+        return MISSING
+    base = by["eager"]["tokens"]
+    return f"{base:,} in eager; " + ", ".join(
+        f"{by[s]['tokens']:,} ({by[s]['tokens'] / base - 1:+.0%}) {name}"
+        for s, name in (("inductor_no_mix_order", "Inductor"), ("graphopt", "graphopt")) if s in by)
+
+
+def simulated(results: Rows, before: str, after: str | None, gain: bool) -> str:
+    """A figure of the data recipe that meets the paper's (benchmarks/schedule.py paper), simulated."""
+    row = first(results, "schedule", check="paper_figures")
+    if row is None:
+        return MISSING
+    f = row["figures"]
+    value = f"+{100 * f[before]:.1f} %" if gain else f"{100 * f[before]:.1f} -> {100 * f[str(after)]:.1f} %"
+    return f"{value} by the paper's rule, simulated on data like its own"
+
+
+def measured(results: Rows) -> str:
+    """Policies in a real loop, all machines that ran it."""
+    parts = []
+    for file, row in results.rows("schedule", check="step", simulated=False):
+        if row["policy"] != "equal_token" and row.get("gain_over_equal_token") is not None:
+            parts.append(f"{row['policy']}{'' if row.get('tau') is None else ' tau ' + str(row['tau'])} "
+                         f"{100 * row['gain_over_equal_token']:+.1f} % on {row['ranks']} ranks ({file.split('/')[0]})")
+    return ", ".join(parts) or MISSING
+
+
+def correlation(results: Rows) -> str:
+    """Correlation of step time with tokens and with S^2 over the shape benchmark's runs."""
+    runs = [r for name in ("schedule_shape_runs_eager", "schedule_shape_runs_graphopt") for _, r in results.rows(name)
+            if r.get("status") == "ok"]
+    if len(runs) < 5:
+        return MISSING
+    seconds = [r["seconds"] for r in runs]
+    by = {"B*S": [r["B"] * r["S"] for r in runs], "B*S^2": [r["B"] * r["S"] ** 2 for r in runs]}
+    return ", ".join(f"R = {statistics.correlation(x, seconds):.2f} with {name}" for name, x in by.items()) + (
+        f" over {len(runs)} shapes (their range decides it)")
+
+
+def same_loss(results: Rows) -> str:
+    """Final loss against eager's."""
+    parts = [f"{r['dtype']} {r['model']}: {100 * r['final_gap']:.3g} % after {r['steps']} steps"
+             for _, r in results.rows("same_loss") if r.get("final_gap") is not None]
+    return ", ".join(parts) or MISSING
+
+
+def frames(results: Rows) -> str:
+    """The largest clip at 1080p of the three systems."""
+    parts = [f"{r['system']}: {r['frames']} frames ({r['peak_gib']:.0f} GiB, {r['step_s']:.1f} s a step)"
+             for _, r in results.rows("papers", figure="frames")]
+    return ", ".join(parts) or MISSING
+
+
+def mfu(results: Rows) -> str:
+    """MFU of streamed steps, with and without overlap."""
+    parts = [f"{100 * r['mfu']:.0f} % {r['system']} {r.get('update') or ''} at {r['tokens']:,} tokens"
+             for _, r in results.rows("stream") if r.get("mfu")]
+    return ", ".join(parts) or MISSING
+
+
+def overlap(results: Rows) -> str:
+    """Forward with overlap against forward without."""
+    serial = {(r["params_b"], r["tokens"]): r for _, r in results.rows("stream", overlap=False) if r.get("forward_ms")}
+    parts = []
+    for _, r in results.rows("stream", overlap=True):
+        other = serial.get((r["params_b"], r["tokens"]))
+        if other and r.get("forward_ms"):
+            parts.append(f"{other['forward_ms'] / r['forward_ms']:.2f}x at {r['params_b']:.1f} B, "
+                         f"{r['tokens']:,} tokens")
+    return ", ".join(parts) or MISSING
+
+
+TABLES: dict[str, list[tuple[str, str, Callable[[Rows], str]]]] = {
+    "AdaptiveLoad": [
+        ("fused forward over eager, N = 64,000", "3.21-3.39x", lambda r: ratio(r, "forward")),
+        ("fused backward over eager, N = 64,000", "up to 1.42x", lambda r: ratio(r, "backward")),
+        ("activation memory of the norm, N = 64,000", "-61.9 %", activations),
+        ("peak memory of a step", "-22.7 %", peak),
+        ("longest sequence at the same peak", "48,000 -> 52,800 (+10 %)", longest),
+        ("tokens/s, 8 GPUs", "+25.6 %", lambda r: simulated(r, "gain_8", None, True)),
+        ("tokens/s, 16 GPUs", "+27.2 %", lambda r: simulated(r, "gain_16", None, True)),
+        ("tokens/s, GPUs at hand", "-", measured),
+        ("CV of compute load over ranks", "39 -> 18.9 %",
+         lambda r: simulated(r, "load_cv_before", "load_cv_after", False)),
+        ("CV of step time", "18.7 -> 10.4 %", lambda r: simulated(r, "step_cv_before", "step_cv_after", False)),
+        ("correlation of step time", "0.35 with B*S, 0.92 with S^2", correlation),
+        ("loss curve", "identical", same_loss),
+    ],
+    "MegaSlide-DiT": [
+        ("largest clip at 1080p", "256 frames at 115 GB, dense out of memory at 64", frames),
+        ("MFU", "61 % with prefetch, 28 % without, 15 % with the optimizer on the GPU", mfu),
+        ("forward, asynchronous over serial", "2.11x at 28.4 B", overlap),
+    ],
+}
+CANNOT = """## What cannot be compared
+
+- Quality figures (text alignment, temporal consistency): they need the authors' weights and data.
+- 105 B parameters at 3.1 s a step over PCIe 5: it needs 135 GB/s up and 948 GB/s of host memory; x16 gives 64
+  ([streaming](streaming.md)).
+- 10 M samples of the authors' data: our recipe is a mix that meets the published figures, found by a search
+  ([planning](planning.md)); it shows that such a regime exists.
+"""
+
+
+def papers(results: Rows) -> str:
+    """docs/papers.md."""
+    parts = [HEAD]
+    for paper, rows in TABLES.items():
+        parts.append(f"## {paper}\n")
+        parts.append("| figure | paper | here |\n| --- | --- | --- |")
+        parts += [f"| {name} | {published} | {ours(results)} |" for name, published, ours in rows]
+        parts.append("")
+    return "\n".join([*parts, CANNOT])
