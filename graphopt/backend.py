@@ -23,6 +23,7 @@ from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
 from graphopt.passes import catalogue, column_sums, freeing_order, gradient_addends, pipeline
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
+from graphopt.passes.norm_rotate import NormRotate
 from graphopt.passes.record import PassRecord, Site
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ def rewrite(
         select=config.select,
         numerics=config.numerics,
         on_error=config.on_error,
+        disable=config.disable,
         target=target,
         inputs=verifiable(gm, warn) if config.verify else None,
         warn=warn,
@@ -110,7 +112,7 @@ def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | N
 
 def passes() -> list[pipeline.Pass]:
     """The passes of a graph, in order."""
-    return [Canonicalize(), AdaLN()]
+    return [Canonicalize(), AdaLN(), NormRotate()]
 
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:

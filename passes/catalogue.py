@@ -31,8 +31,8 @@ RULES: tuple[Rule, ...] = (
     gate_residual.RULE,
 )
 
-# what is done to graphs after Inductor took them over: no rules, but switched off like one
-LATE = frozenset({"gradient_addends", "column_sums"})
+# passes that are no rules, but switched off like one; the last two run after Inductor took the graphs over
+LATE = frozenset({"norm_rotate", "gradient_addends", "column_sums"})
 
 
 def every() -> tuple[Rule, ...]:
