@@ -112,7 +112,7 @@ def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | N
 
 def passes() -> list[pipeline.Pass]:
     """The passes of a graph, in order."""
-    return [Canonicalize(), AdaLN(), NormRotate()]
+    return [Canonicalize(), NormRotate(), AdaLN()]
 
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
