@@ -1,11 +1,12 @@
 """Steps of a streamed Wan-shaped model against the same compiled layers resident, in one run.
 
-    python benchmarks/stream_step.py [--layers 30] [--width 1.3b|14b] [--grid 5x30x52] [--slots 3]
-                                     [--updates deferred,priority]
+    python benchmarks/stream_step.py [--layers 30] [--width 1.3b|14b] [--grids 5x30x52,21x30x52] [--slots 3]
+                                     [--updates deferred,priority,in_backward,serial] [--timeline FOLDER]
 
-Measured: H2D, D2H and AdamW alone; the step with every layer in a slot and no optimizer (resident compute); then each
-update order.  bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  Rows: as in product terms
-`stream`, one per update order.
+Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
+compute); then each update order.  "serial": one stream for kernels and copies, the update at the end of the step.
+bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
+--timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import weakref
 from pathlib import Path
 
 import torch
 from _results import save
 
 import graphopt
-from graphopt.streaming import attach
+from graphopt.schedule.stream_timeline import busy
+from graphopt.streaming import attach, measure
 
 WIDTHS = {
     "1.3b": dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, text_dim=4096, freq_dim=256),
@@ -77,9 +80,8 @@ def steps(model, kw: dict, opt, n: int, warm: int) -> tuple[list[float], list[fl
         loss = model(**kw)[0].float().square().mean()
         middle = mark()
         loss.backward()
-        if opt is not None:
-            opt.step()
-            opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
         losses.append(loss.detach())
         ends.append(mark())
         if GPU:
@@ -90,139 +92,166 @@ def steps(model, kw: dict, opt, n: int, warm: int) -> tuple[list[float], list[fl
     return [between(*t) for t in times], [between(*t) for t in forwards], [x.item() for x in losses]
 
 
-def rates(engine, opt) -> dict[str, float]:
-    """GB/s of each transfer and of AdamW (26 B per parameter of the split layout), alone, on the real buffers."""
+class Nothing:
+    """No optimizer: gradients are dropped."""
+
+    def __init__(self, model, engine) -> None:
+        self.model, self.engine = model, engine
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None:
+        self.engine.gradients.clear()
+        self.model.zero_grad()
+
+
+class Serial:
+    """The update in the step, nothing beside it."""
+
+    def __init__(self, opt) -> None:
+        self.opt = opt
+
+    def step(self) -> None:
+        self.opt.step()
+        self.opt.flush()
+
+    def zero_grad(self) -> None:
+        self.opt.zero_grad()
+
+
+def bounds(engine, rate: dict[str, float], slots: int, r: float, f: float) -> dict[str, float]:
+    """Least milliseconds of a step in each order; r, f: resident step and its forward."""
     layers = engine.store.layers
-    link, ring = engine.link, engine.ring
-    out = {}
-
-    def timed(work, nbytes: int) -> float:
-        best = 0.0
-        for _ in range(3):
-            if GPU:
-                torch.cuda.synchronize()
-            t = time.perf_counter()
-            for event in [work(x) for x in layers]:
-                link.join(event)
-            best = max(best, nbytes / (time.perf_counter() - t) / 1e9)
-        return best
-
-    total = sum(x.nbytes for x in layers)
-    out["h2d"] = timed(lambda x: link.upload(ring.slots[0].buffer[:x.nbytes], x.weights, None), total)
-    slab = engine.gradients.slabs[0]
-    out["d2h"] = timed(lambda x: link.download(engine.store.allocate_slab(x), slab[:x.grad_bytes], None),
-                       sum(x.grad_bytes for x in layers))
-    if opt is not None:
-        from graphopt.codegen.adamw import Hyper
-
-        hyper = Hyper(0.0, 0.9, 0.999, 1e-8, 0.0, 1)
-
-        def adamw(x) -> None:
-            state = opt.states[x]
-            flat = lambda e: e.gradient(x.slab).as_strided((e.numel,), (1,))
-            opt.updates.kernel([state.piece(e, flat(e), hyper) for e in x.trained])
-
-        for x in layers:
-            x.slab.zero_()
-        out["adamw"] = timed(adamw, 26 * sum(x.elements for x in layers))
-        for x in layers:  # as it was
-            opt.states[x].exp_avg.zero_()
-            opt.states[x].exp_avg_sq.zero_()
-    return out
+    nbytes, kept = sum(x.nbytes for x in layers), sum(x.nbytes for x in layers[len(layers) - slots:])
+    up1, up2 = nbytes / rate["h2d"] / 1e6, (nbytes - kept) / rate["h2d"] / 1e6
+    down = sum(x.grad_bytes for x in layers) / rate["d2h"] / 1e6
+    adam = 26 * sum(x.elements for x in layers) / rate["adamw"] / 1e6
+    b = r - f
+    return {"deferred": max(f, up1, adam) + max(b, up2, down), "priority": max(r, adam, up1 + up2),
+            "in_backward": max(f, up1) + max(b, up2, down, adam), "serial": r + up1 + up2 + down + adam,
+            "adamw": adam, "up": up1 + up2, "down": down}
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--layers", type=int, default=30)
-    p.add_argument("--width", choices=sorted(WIDTHS), default="1.3b")
-    p.add_argument("--grid", default="5x30x52")
-    p.add_argument("--slots", type=int, default=3)
-    p.add_argument("--resident", type=int, default=0, help="first layers that stay on the device")
-    p.add_argument("--updates", default="deferred,priority")
-    p.add_argument("--steps", type=int, default=6)
-    p.add_argument("--out", type=Path)
-    p.add_argument("--compiler", default="inductor")
-    a = p.parse_args()
-    grid = tuple(int(x) for x in a.grid.split("x"))
-    tokens = grid[0] * grid[1] * grid[2]
-    say = lambda *x: print(*x, flush=True)
-    t0 = time.perf_counter()
-    model = build(a.width, a.layers)
-    params = sum(q.numel() for q in model.parameters())
-    graphopt.stream(model, "cuda" if GPU else "cpu", slots=a.layers, resident=a.resident)
-    if GPU:
-        torch.cuda.empty_cache()
-    engine = attach.engine_of(model)
-    first = engine.store.layers[0]
-    now = lambda: f"[{time.perf_counter() - t0:.1f} s]"
-    say(f"{now()} {params / 1e9:.3f} B parameters, {len(engine.store.layers)} layers of {first.nbytes / 1e6:.1f} MB, "
-        f"pinned {first.weights.is_pinned() if GPU else '-'}")
-    options = {"graphopt.compiler": a.compiler}
-    if a.compiler != "inductor":
-        options["graphopt.rules"] = []
-    step = torch.compile(model, backend="graphopt", options=options)
-    kw = inputs(grid, WIDTHS[a.width]["text_dim"])
+def first_step(step, kw: dict, engine, model) -> tuple[float, float]:
     t = time.perf_counter()
     loss = step(**kw)[0].float().square().mean()
     loss.backward()
     if GPU:
         torch.cuda.synchronize()
-    say(f"{now()} first step (compile) {time.perf_counter() - t:.1f} s, loss {loss.item():.5f}; "
-        f"{graphopt.last_report().graphs[-1].notes}")
     engine.gradients.clear()
     model.zero_grad()
+    return time.perf_counter() - t, loss.item()
 
-    class Nothing:
-        def step(self) -> None: ...
-        def zero_grad(self) -> None:
-            engine.gradients.clear()
-            model.zero_grad()
 
-    resident, forward, losses = steps(step, kw, Nothing(), a.steps, 2)
-    r, f = statistics.median(resident), statistics.median(forward)
-    say(f"resident compute (all layers in slots, gradients still copied down): {r:.1f} ms, forward {f:.1f}; {resident}")
-    opt = graphopt.HostAdamW(model.parameters(), lr=1e-5)
-    engine.set_slots(a.slots)
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--layers", type=int, default=30)
+    p.add_argument("--width", choices=sorted(WIDTHS), default="1.3b")
+    p.add_argument("--grids", default="5x30x52")
+    p.add_argument("--slots", type=int, default=3)
+    p.add_argument("--resident", type=int, default=0, help="first layers that stay on the device")
+    p.add_argument("--updates", default="deferred,priority")
+    p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box")
+    p.add_argument("--out", type=Path)
+    p.add_argument("--timeline", type=Path)
+    p.add_argument("--compiler", default="inductor")
+    p.add_argument("--no-resident-run", action="store_true", help="skip the resident run: a model larger than the GPU")
+    a = p.parse_args()
+    grids = {tuple(int(x) for x in g.split("x")): g for g in a.grids.split(",")}
+    say = lambda *x: print(f"[{time.perf_counter() - t0:.1f} s]", *x, flush=True)
+    t0 = time.perf_counter()
+    model = build(a.width, a.layers)
+    params = sum(q.numel() for q in model.parameters()) / 1e9
+    device = "cuda" if GPU else "cpu"
+    graphopt.stream(model, device, slots=a.slots, resident=a.resident)
     if GPU:
         torch.cuda.empty_cache()
-    rate = rates(engine, opt)
-    say(f"{now()} GB/s alone: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()))
-    nb = sum(x.nbytes for x in engine.store.layers)
-    up1, up2 = nb / rate["h2d"] / 1e6, (nb - a.slots * first.nbytes) / rate["h2d"] / 1e6
-    down = sum(x.grad_bytes for x in engine.store.layers) / rate["d2h"] / 1e6
-    adam = 26 * sum(x.elements for x in engine.store.layers) / rate["adamw"] / 1e6
-    b = r - f
-    bounds = {"deferred": max(f, up1, adam) + max(b, up2, down), "priority": max(r, adam, up1 + up2),
-              "in_backward": max(f, up1) + max(b, up2, down, adam)}
-    rows: list[dict] = []
-    for update in a.updates.split(","):
-        opt.update, engine.gradients.keep_norms = update, update == "deferred"
+    engine = attach.engine_of(model)
+    first = engine.store.layers[0]
+    say(f"{params:.3f} B parameters, {len(engine.store.layers)} layers of {first.nbytes / 1e6:.1f} MB, "
+        f"pinned {first.weights.is_pinned() if GPU else '-'}")
+    options = {"graphopt.compiler": a.compiler}
+    if a.compiler != "inductor":
+        options["graphopt.rules"] = []
+    step = torch.compile(model, backend="graphopt", options=options, dynamic=False)
+    rate = measure.host_rates(device, a.rates_seconds, elements=min(first.elements, measure.ELEMENTS))
+    say("GB/s: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()))
+    opt = None
+    for grid, name in grids.items():
+        kw, tokens = inputs(grid, WIDTHS[a.width]["text_dim"]), grid[0] * grid[1] * grid[2]
+        n, warm = (a.steps, 2) if tokens < 20000 else (max(3, a.steps // 2), 1)
+        engine.optimizer = None
+        seconds, loss = first_step(step, kw, engine, model)
+        say(f"{name}: first step (compile) {seconds:.1f} s, loss {loss:.5f}; {graphopt.last_report().graphs[-1].notes}")
+        r = f = float("nan")
+        if not a.no_resident_run:
+            engine.set_slots(a.layers - a.resident)
+            times, forward, _ = steps(step, kw, Nothing(model, engine), n, warm)
+            r, f = statistics.median(times), statistics.median(forward)
+            say(f"{name}: resident compute (all layers in slots, gradients still copied down) {r:.1f} ms, "
+                f"forward {f:.1f}; {[round(t, 1) for t in times]}")
+            engine.set_slots(a.slots)
+        if opt is None:
+            opt = graphopt.HostAdamW(model.parameters(), lr=1e-5)
+        engine.optimizer = weakref.ref(opt)
         if GPU:
-            torch.cuda.reset_peak_memory_stats()
-        misses, uploads = engine.ring.misses, engine.ring.uploads
-        worked, waited = opt.updates.worked, engine.ring.waited
-        try:
-            times, fw, losses = steps(step, kw, opt, a.steps, 2)
-        except Exception as error:  # the other orders are still worth measuring
-            say(f"{update} FAILED: {type(error).__name__}: {error}")
-            continue
-        opt.flush()
-        ms = statistics.median(times)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
-        busy, stood = opt.updates.worked - worked, engine.ring.waited - waited
-        say(f"{now()} {update}: step {ms:.1f} ms ({min(times):.1f}-{max(times):.1f}), "
-            f"forward {statistics.median(fw):.1f}, bound {bounds[update]:.1f}, rho {bounds[update] / ms:.3f}, "
-            f"x{ms / r:.3f} resident, peak {peak:.2f} GiB, AdamW {1e3 * busy / a.steps:.0f} ms and host waits "
-            f"{1e3 * stood / a.steps:.0f} ms a step, misses {engine.ring.misses - misses}, "
-            f"uploads {engine.ring.uploads - uploads}, losses {losses[0]:.5f} {losses[-1]:.5f}")
-        rows.append(dict(
-            params_b=round(params / 1e9, 3), tokens=tokens, system="graphopt", update=update, overlap=True,
-            slots=a.slots, resident=a.resident, layers=a.layers, width=a.width,
-            forward_ms=statistics.median(fw), step_ms=ms, resident_ms=r,
-            bound_ms=bounds[update], rho=bounds[update] / ms, peak_gib=peak,
-            host_gib=engine.store.arena.nbytes / 2**30))
-    save("stream", rows, ("params_b", "tokens", "system", "update", "slots", "resident", "layers"),
-         {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
+            torch.cuda.empty_cache()
+        bound = bounds(engine, rate, a.slots, r, f)
+        say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
+        for update in a.updates.split(","):
+            serial = update == "serial"
+            opt.update = "deferred" if serial else update
+            engine.gradients.keep_norms = opt.update == "deferred"
+            engine.set_slots(1 if serial else a.slots)
+            engine.link.overlap(not serial)
+            driver = Serial(opt) if serial else opt
+            try:
+                row = order(model, step, kw, engine, driver, opt, a, f"{tokens}-{update}", n, warm, say)
+            except Exception as error:  # the other orders are still worth measuring
+                say(f"{name} {update} FAILED: {type(error).__name__}: {error}")
+                continue
+            finally:
+                engine.link.overlap(True)
+            say(f"{name} {update}: bound {bound[update]:.1f}, rho {bound[update] / row['step_ms']:.3f}, "
+                f"x{row['step_ms'] / r:.3f} resident")
+            row |= dict(params_b=round(params, 3), tokens=tokens, system="serial" if serial else "graphopt",
+                        update=opt.update, overlap=not serial, slots=1 if serial else a.slots, resident=a.resident,
+                        layers=a.layers, width=a.width, resident_ms=r, bound_ms=bound[update],
+                        rho=bound[update] / row["step_ms"], host_gib=engine.store.arena.nbytes / 2**30)
+            save("stream", [row], ("params_b", "tokens", "system", "update", "slots", "resident", "layers"),
+                 {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
+
+
+def order(model, step, kw: dict, engine, driver, opt, a, label: str, n: int, warm: int, say) -> dict:
+    """Steps in one order of the update: what was measured."""
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    misses, worked, waited = engine.ring.misses, opt.updates.worked, engine.ring.waited
+    times, forward, losses = steps(step, kw, driver, n, warm)
+    opt.flush()
+    ms = statistics.median(times)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
+    say(f"{label}: step {ms:.1f} ms ({min(times):.1f}-{max(times):.1f}), forward {statistics.median(forward):.1f}, "
+        f"peak {peak:.2f} GiB, AdamW {1e3 * (opt.updates.worked - worked) / n:.0f} ms and host waits "
+        f"{1e3 * (engine.ring.waited - waited) / n:.0f} ms a step, misses {engine.ring.misses - misses}, "
+        f"losses {losses[0]:.5f} {losses[-1]:.5f}")
+    if a.timeline is not None:
+        a.timeline.mkdir(parents=True, exist_ok=True)
+        steps(step, kw, driver, 1, 0)
+        with graphopt.stream_timeline(model) as line:
+            steps(step, kw, driver, 2, 0)
+        line.save(a.timeline / f"{label}.json")
+        line.save(a.timeline / f"{label}.html", f"Two steps, {label}")
+        bytes_up, elements = sum(x.nbytes for x in engine.store.layers), sum(x.elements for x in engine.store.layers)
+        count = len(engine.store.layers)
+        ups = sum(s.track == "upload" for s in line.spans)
+        busiest = max(s.end for s in line.spans)
+        say(f"{label}: two steps and the flush in {1e3 * busiest:.1f} ms; AdamW in the loop "
+            f"{2 * 26 * elements / busy(line.spans, 'cpu') / 1e9:.1f} GB/s, uploads "
+            f"{ups * bytes_up / count / max(1e-9, busy(line.spans, 'upload')) / 1e9:.1f} GB/s")
+        print(line, flush=True)
+    return dict(forward_ms=statistics.median(forward), step_ms=ms, peak_gib=peak)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ CHUNK = 1 << 22
 class Hyper:
     """Numbers of one update of one parameter.
 
-    step: 1 for the first update.  scale: what the gradient is multiplied by first (from clipping), in fp32.
+    step: 1 for the first update.  scale: what the gradient is multiplied by first (from clipping), in fp32; a number,
+    or for tensors on a device a 0-d fp32 tensor there.
     ema: decay of the moving average, or None.
     """
 
@@ -36,7 +37,7 @@ class Hyper:
     eps: float
     weight_decay: float
     step: int
-    scale: float | None = None
+    scale: float | torch.Tensor | None = None
     ema: float | None = None
 
 
@@ -101,7 +102,8 @@ def _sweep(
     master = weight if residual is None else join(weight, residual)
     g = gradient.to(torch.float32)
     if hyper.scale is not None:
-        g = g * torch.tensor(hyper.scale, dtype=torch.float32)
+        scale = hyper.scale
+        g = g * (scale if isinstance(scale, torch.Tensor) else torch.tensor(scale, dtype=torch.float32))
     if hyper.weight_decay:
         master.mul_(1 - hyper.lr * hyper.weight_decay)
     exp_avg.lerp_(g, 1 - hyper.beta1)

@@ -1,9 +1,10 @@
 """The AdamW update of adamw.py as one compiled loop: gradient in, weight out, state read and written once.
 
 Made from one template for every combination of weight (fp32, or bf16 with an int16 residual), gradient (fp32, bf16) and
-moving average, compiled by the system's C++ compiler for the machine at hand, and kept in a cache folder.  A layer is
-one call through ctypes: Python goes on meanwhile, and the interpreter's lock is asked for once a layer.
-Contraction into fused multiply-adds is off: the split and the fp32 layout give the same bits.
+moving average, compiled by the system's C++ compiler for AVX-512, AVX2 or any machine (chosen at run time), and kept
+in a cache folder.  A layer is one call through ctypes: Python goes on meanwhile, and the interpreter's lock is asked
+for once a layer.  Contraction into fused multiply-adds is off: the split and the fp32 layout, and all instruction sets,
+give the same bits.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import CodegenError
 
 log = logging.getLogger(__name__)
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno",
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno",
          "-fno-trapping-math")
+# instruction set -> (what /proc/cpuinfo must list, compiler flags); the first that fits is used
+ISAS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "avx512": (frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+               ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")),
+    "avx2": (frozenset({"avx2"}), ("-mavx2",)),
+    "portable": (frozenset(), ()),
+}
 
 _BODY = r"""
 #include <algorithm>
@@ -91,6 +99,20 @@ extern "C" void adamw(const Piece* pieces, const Hyper* hypers, int64_t count, c
     }}
 }}
 """
+# a read-modify-write of three arrays: what the optimizer's access pattern can reach at most, for measurements
+_SWEEP = r"""
+extern "C" void sweep(float* a, float* b, float* c, int64_t n, int64_t chunk, int threads) {
+    #pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t s = 0; s < n; s += chunk) {
+        int64_t e = std::min(n, s + chunk);
+        #pragma omp simd
+        for (int64_t i = s; i < e; i++) {
+            float x = a[i], y = b[i], z = c[i];
+            a[i] = x + y; b[i] = y + z; c[i] = z + x;
+        }
+    }
+}
+"""
 CHUNK = 32768
 KINDS = tuple((w, g, e) for w in ("fp32", "split") for g in ("fp32", "bf16") for e in (False, True))
 
@@ -117,7 +139,7 @@ def source() -> str:
             ema="e[i] = toward(e[i], p, h.emaw);" if ema else "",
         ))
         cases.append(f"            case {kind}: {name}(s, hypers[s.hyper], a, b); break;")
-    return "".join(parts) + _DRIVER.format(cases="\n".join(cases))
+    return "".join(parts) + _DRIVER.format(cases="\n".join(cases)) + _SWEEP
 
 
 def cache_folder() -> Path:
@@ -127,27 +149,31 @@ def cache_folder() -> Path:
     return Path(base)
 
 
-def _machine() -> str:
+def instruction_set() -> str:
+    """The best of ISAS that this machine has."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return platform.machine() + next((x for x in lines if x.startswith(("flags", "Features"))), "")
+    has = set(next((x for x in lines if x.startswith("flags")), "").split())
+    return next(name for name, (needs, _) in ISAS.items() if needs <= has)
 
 
-def build() -> Path:
+def build(isa: str | None = None) -> Path:
     """The compiled library, from the cache or made now.  Raises CodegenError with the compiler's words."""
     compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
     if compiler is None:
         raise CodegenError("no C++ compiler was found", remedy="install g++ or clang, or set CXX")
+    isa = isa or instruction_set()
+    flags = (*FLAGS, *ISAS[isa][1])
     text = source()
-    digest = hashlib.sha256("\0".join((text, compiler, *FLAGS, _machine())).encode()).hexdigest()[:16]
-    target = cache_folder() / f"adamw-{digest}.so"
+    digest = hashlib.sha256("\0".join((text, compiler, *flags, platform.machine())).encode()).hexdigest()[:16]
+    target = cache_folder() / f"adamw-{isa}-{digest}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         file, made = Path(folder) / "adamw.cpp", Path(folder) / "adamw.so"
         file.write_text(text)
-        command = [compiler, *FLAGS, str(file), "-o", str(made)]
+        command = [compiler, *flags, str(file), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise CodegenError(f"{compiler} failed on the AdamW kernel", where=done.stderr[-800:],
@@ -168,14 +194,19 @@ def _passive_waiting() -> Iterator[None]:
             del os.environ["OMP_WAIT_POLICY"]
 
 
-def load(threads: int) -> Callable[[Sequence[Piece]], None]:
-    """`adamw.update_all` compiled, on so many threads.  Raises CodegenError."""
+def library(isa: str | None = None) -> ctypes.CDLL:
+    """The compiled kernels.  Raises CodegenError where they cannot be made or loaded."""
     try:
         with _passive_waiting():
-            library = ctypes.CDLL(str(build()))
+            return ctypes.CDLL(str(build(isa)))
     except OSError as error:
         raise CodegenError(f"the AdamW kernel could not be loaded: {error}",
                            remedy="use HostAdamW(kernel='torch')") from error
+
+
+def load(threads: int, isa: str | None = None) -> Callable[[Sequence[Piece]], None]:
+    """`adamw.update_all` compiled, on so many threads; isa: one of ISAS, or the best one.  Raises CodegenError."""
+    compiled_code = library(isa)
 
     def update(pieces: Sequence[Piece]) -> None:
         plain = [p for p in pieces if not _fits(p)]
@@ -192,9 +223,10 @@ def load(threads: int) -> Callable[[Sequence[Piece]], None]:
         for p in compiled:
             firsts.append(chunks)
             chunks += (p.weight.numel() + CHUNK - 1) // CHUNK
-        library.adamw(table, hypers, ctypes.c_int64(len(compiled)), (ctypes.c_int64 * len(firsts))(*firsts),
+        compiled_code.adamw(table, hypers, ctypes.c_int64(len(compiled)), (ctypes.c_int64 * len(firsts))(*firsts),
                       ctypes.c_int64(chunks), ctypes.c_int64(CHUNK), ctypes.c_int(threads))
 
+    update.joins = True  # type: ignore[attr-defined]  # element by element: parameters side by side may be one piece
     return update
 
 
@@ -216,7 +248,8 @@ def _piece(p: Piece, hyper: int) -> _Piece:
 def _numbers(h: Hyper) -> _Hyper:
     return _Hyper(
         1 - h.lr * h.weight_decay, 1 - h.beta1, h.beta2, 1 - h.beta2, 1 / (1 - h.beta2**h.step) ** 0.5, h.eps,
-        -(h.lr / (1 - h.beta1**h.step)), 1.0 if h.scale is None else h.scale, 0.0 if h.ema is None else 1 - h.ema,
+        -(h.lr / (1 - h.beta1**h.step)), 1.0 if h.scale is None else float(h.scale),
+        0.0 if h.ema is None else 1 - h.ema,
         int(h.scale is not None))
 
 

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from graphopt.schedule.replan import replan
     from graphopt.schedule.simulate import simulate
     from graphopt.streaming.attach import stream
+    from graphopt.streaming.lockstep import layer_major
     from graphopt.streaming.optimizer import HostAdamW
     from graphopt.streaming.planning import stream_plan
+    from graphopt.streaming.timeline import stream_timeline
 
 __version__ = "0.1.0"
 
@@ -67,8 +69,10 @@ _HOME = {
     "trace_cost": "graphopt.schedule.cost",
     # stream
     "HostAdamW": "graphopt.streaming.optimizer",
+    "layer_major": "graphopt.streaming.lockstep",
     "stream": "graphopt.streaming.attach",
     "stream_plan": "graphopt.streaming.planning",
+    "stream_timeline": "graphopt.streaming.timeline",
 }
 __all__ = [
     "CheckFailed",
@@ -90,6 +94,7 @@ __all__ = [
     "inspect",
     "largest_batch",
     "last_report",
+    "layer_major",
     "plan_batches",
     "register_rule",
     "replan",
@@ -98,6 +103,7 @@ __all__ = [
     "simulate",
     "stream",
     "stream_plan",
+    "stream_timeline",
     "trace_cost",
     "unregister_rule",
 ]

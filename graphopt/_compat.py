@@ -68,6 +68,13 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode))
 
 
+def inductor_settings() -> str:
+    """A digest of Inductor's process-wide settings."""
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.get_hash().hex()  # type: ignore[attr-defined,no-any-return]
+
+
 def inductor_option_names() -> list[str]:
     """Every key Inductor accepts in `options=`."""
     import torch._inductor

@@ -19,6 +19,7 @@ def _inductor() -> None:
     assert first == ["gm", "example_inputs", "options"], f"torch._inductor.compile takes {first}"
     assert "max_autotune" in _compat.inductor_option_names(), "list_options() has no max_autotune"
     assert _compat.POST_GRAD in _compat.inductor_option_names(), f"there is no option {_compat.POST_GRAD}"
+    assert len(_compat.inductor_settings()) >= 16, "Inductor's settings have no digest"
     assert "max-autotune-no-cudagraphs" in _compat.inductor_mode_names(), "a mode is missing"
 
 

@@ -17,8 +17,11 @@ from graphopt.errors import CodegenError, ConfigError
 from graphopt.inspecting import answer, dot, nodes, page, text
 from graphopt.inspecting.capture import Captured, Graph, capture
 from graphopt.inspecting.diff import Change, changes, folded, side_by_side
+from graphopt.inspecting.streaming import Schedule, planned
+from graphopt.passes import stream_graph
 from graphopt.passes.catalogue import names as rule_names
 from graphopt.reporting import Report, write
+from graphopt.streaming import handles
 
 VERSION = 1
 
@@ -26,12 +29,13 @@ VERSION = 1
 class Inspection:
     """What `inspect` found.  `print(seen)` shows it on one screen; equal blocks are collapsed.
 
+    schedule: how the model would be streamed (with stream= only): `.plan`, `.graph`, `.text`, `.to_svg()`.
     report: the Report over all graphs.  captured: the graphs before and after each pass, graph breaks, and where the
     model ran.  title, target: what was inspected, and the GPU it was compiled for.
     """
 
-    def __init__(self, captured: Captured, title: str, target: str) -> None:
-        self.captured, self.title, self.target = captured, title, target
+    def __init__(self, captured: Captured, title: str, target: str, schedule: Schedule | None = None) -> None:
+        self.captured, self.title, self.target, self.schedule = captured, title, target, schedule
 
     @property
     def report(self) -> Report:
@@ -119,21 +123,30 @@ class Inspection:
     def to_dot(
         self, which: str = "after", path: str | Path | None = None, index: int = 0, collapse: bool = True
     ) -> str:
-        """A graph in Graphviz's language, also written to `path`; equal blocks are drawn once (`collapse`)."""
-        made = dot.dot(self.graph(which, index), f"{self.title}: {which}", collapse)
+        """A graph in Graphviz's language, also written to `path`; equal blocks are drawn once (`collapse`).
+
+        which: as in `graph`, or "schedule" (with stream=).
+        """
+        if which == "schedule":
+            if self.schedule is None:
+                raise ConfigError("no schedule was made", remedy="graphopt.inspect(..., stream={'slots': 2})")
+            made = stream_graph.to_dot(self.schedule.graph)
+        else:
+            made = dot.dot(self.graph(which, index), f"{self.title}: {which}", collapse)
         if path is not None:
             write(path, made)
         return made
 
     def to_html(self, path: str | Path | None = None) -> str:
         """One self-contained page, also written to `path`: sites, reasons, kernels, changes per pass, graphs."""
-        made = page.render(self.report, self.title, self.target, self.captured)
+        made = page.render(self.report, self.title, self.target, self.captured, self.schedule)
         if path is not None:
             write(path, made)
         return made
 
     def __str__(self) -> str:
-        return text.render(self)
+        streaming = "" if self.schedule is None else f"\n\nstreamed:\n{self.schedule.plan}"
+        return text.render(self) + streaming
 
     @staticmethod
     def _unknown(name: str, known: list[str]) -> ConfigError:
@@ -149,6 +162,7 @@ def inspect(
     target: str = "sm90",
     options: Mapping[str, Any] | None = None,
     title: str | None = None,
+    stream: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Inspection:
     """Capture a model without running it and show what graphopt does to it on a GPU, and why.
@@ -163,6 +177,7 @@ def inspect(
     device: "meta", and where the model does not allow it "cpu" is taken and the reason named; or "cpu" at once.
     target: the GPU whose kernels are chosen: sm80, sm90, sm100, gfx942.
     options: as torch.compile takes them.
+    stream: also plan its streaming: settings of graphopt.stream, HostAdamW and stream_plan, e.g. dict(slots=2).
 
     Errors: ConfigError for an option; CaptureError, with the place, for a model that torch cannot capture.
     """
@@ -176,5 +191,14 @@ def inspect(
     if parsed.verify:
         raise ConfigError("inspect does not run the model, so it cannot verify", where="graphopt.verify",
                           remedy="leave the option out here, and set it in torch.compile's options for one run")
+    if is_streamed(model):
+        raise ConfigError("the model is streamed, so its weights are not here to be traced", where=type(model).__name__,
+                          remedy="inspect it before graphopt.stream, with stream={'slots': 2}")
     found = capture(model, args, kwargs, device, parsed, target)
-    return Inspection(found, title or type(model).__name__, target)
+    schedule = None if stream is None else planned(model, [g.before for g in found.graphs], stream)
+    return Inspection(found, title or type(model).__name__, target, schedule)
+
+
+def is_streamed(model: Any) -> bool:
+    """Did this model go through graphopt.stream?"""
+    return isinstance(model, torch.nn.Module) and any(handles.entry_of(p) is not None for p in model.parameters())

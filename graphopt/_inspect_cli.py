@@ -77,6 +77,8 @@ def inspect(
     device: Annotated[str, typer.Option(help="meta (falls back to cpu where a model needs it) or cpu.")] = "meta",
     target: Annotated[str, typer.Option(help="GPU to choose kernels for: sm80, sm90, sm100, gfx942.")] = "sm90",
     option: Annotated[list[str] | None, typer.Option(help="An option of the backend, e.g. select=all.")] = None,
+    stream: Annotated[list[str] | None, typer.Option(help="Also plan its streaming, e.g. slots=2 or update=priority.")]
+    = None,
 ) -> None:
     """Show what graphopt does to a model and why, without a GPU and without weights.
 
@@ -96,7 +98,7 @@ def inspect(
 
         made = _factories.make(model, _factories.parse_shape(shape or []))
         seen = graphopt.inspect(made.model, *made.args, device=device, target=target, options=_options(option or []),
-                                title=made.title, **made.kwargs)
+                                title=made.title, stream=_settings(stream) if stream else None, **made.kwargs)
         answers = [seen.why(name) for name in why or []] + [seen.diff(name) for name in diff or []]
         files: list[tuple[Path, str]] = []
         if json_ is not None:
@@ -110,6 +112,11 @@ def inspect(
     for path, content in files:
         _inspect.write(path, content)
         typer.echo(f"wrote {path}", err=True)
+
+
+def _settings(texts: list[str]) -> dict[str, Any]:
+    """`slots=2` as settings of the streaming."""
+    return {k.removeprefix("graphopt."): v for k, v in _options(texts).items()}
 
 
 def _options(texts: list[str]) -> dict[str, Any]:

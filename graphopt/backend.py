@@ -179,7 +179,9 @@ def by_layer(
             remedy="use graphopt.mode='max-autotune-no-cudagraphs', or no mode",
         )
     one = by_part(config, inductor_options, record)
-    result = compile_streamed(gm, example_inputs, engine, one, frame=record.compile_id.split("/")[0])
+    rules = [(rule.name, id(rule)) for rule in catalogue.select(config.rules, config.disable)]
+    settings = f"{config!r} {sorted(inductor_options.items(), key=str)!r} {rules!r} {_compat.inductor_settings()} "
+    result = compile_streamed(gm, example_inputs, engine, one, record.compile_id.split("/")[0], settings)
     record.passes += result.records
     record.notes += result.notes
     return result.program

@@ -23,12 +23,14 @@ def accesses(node: Node) -> tuple[list[Any], list[Any]]:
     if node.target is g.prefetch:
         return [("weights", k["layer"])], [("slot", k["slot"])]
     if node.target is g.compute:
-        reads: list[Any] = [("slot", k["slot"])]
+        reads: list[Any] = [("weights", k["layer"]) if k["slot"] is None else ("slot", k["slot"])]
         writes: list[Any] = []
         if k["phase"] == "backward":
             reads.append(("stash", k["call"]))
             if k["slab"] is not None:
                 writes.append(("slab", k["slab"]))
+            elif k["slot"] is None:
+                writes.append(("gradient", k["layer"], k["call"]))
         return reads, writes
     if node.target is g.stash:
         return [], [("stash", k["call"])]
@@ -38,6 +40,8 @@ def accesses(node: Node) -> tuple[list[Any], list[Any]]:
         offloads = [("gradient", a.kwargs["layer"], a.kwargs["call"]) for a in node.all_input_nodes
                     if a.target is g.grad_offload and a.kwargs["layer"] == k["layer"]]
         return offloads, [("weights", k["layer"])]
+    if node.target is g.update_resident:
+        return [("gradient", k["layer"], a.kwargs["call"]) for a in node.all_input_nodes], [("weights", k["layer"])]
     return [], []
 
 
@@ -57,7 +61,7 @@ def check(graph: fx.Graph) -> None:
             if last is not None:
                 _ordered(last, node, resource, before, index)
             readers.setdefault(resource, []).append(node)
-        if node.target is g.compute:
+        if node.target is g.compute and node.kwargs["slot"] is not None:
             _holds(node, writer[("slot", node.kwargs["slot"])], writer, index)
         for resource in writes:
             for other in (*readers.get(resource, ()), *([writer[resource]] if resource in writer else ())):

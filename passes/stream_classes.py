@@ -82,6 +82,19 @@ def describe(value: object) -> str:
     return f"{type(value).__name__} {value}"
 
 
+def has_fixed_shapes(gm: fx.GraphModule) -> bool:
+    """Is no size in this graph symbolic?  Then compiling it adds nothing to the guards of its frame."""
+
+    def fixed(value: object) -> bool:
+        if isinstance(value, torch.Tensor):
+            return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+        if isinstance(value, (tuple, list)):
+            return all(map(fixed, value))
+        return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+    return all(fixed(example(n)) for n in gm.graph.nodes)
+
+
 RANDOM = ("dropout", "rand", "bernoulli", "normal_", "multinomial", "uniform_", "poisson", "rrelu", "exponential_")
 
 

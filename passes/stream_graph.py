@@ -24,11 +24,17 @@ def prefetch(*after: Any, layer: str, slot: int, step: int) -> None:
     """Copy a layer's weights into a slot (upload stream)."""
 
 
+def update_resident(*after: Any, layer: str, step: int) -> None:
+    """Update a resident layer's weights where they are (compute stream)."""
+
+
 def wait(*after: Any, layer: str, slot: int, step: int) -> None:
     """The compute stream waits for a prefetch."""
 
 
-def compute(*after: Any, layer: str, slot: int, step: int, call: int, phase: str, slab: int | None = None) -> None:
+def compute(
+    *after: Any, layer: str, slot: int | None, step: int, call: int, phase: str, slab: int | None = None
+) -> None:
     """Run a layer's forward, or its recomputation and backward; the backward packs its gradients into a slab."""
 
 
@@ -49,19 +55,22 @@ def optimizer(*after: Any, layer: str, step: int) -> None:
 
 
 STREAM = {prefetch: "upload", wait: "compute", compute: "compute", stash: "compute", release: "compute",
-          grad_offload: "download", optimizer: "cpu"}
+          grad_offload: "download", optimizer: "cpu", update_resident: "compute"}
+KIND = {prefetch: "upload", grad_offload: "download", optimizer: "optimizer"}  # of a picture's spans
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of a layer in a model's forward.
 
-    trained: it has weights that get gradients.  backward: it takes part in the backward.
+    trained: it has weights that get gradients.  backward: it takes part in the backward.  resident: its weights stay
+    on the device, without a slot.
     """
 
     layer: str
     trained: bool = True
     backward: bool = True
+    resident: bool = False
 
 
 def build(
@@ -110,6 +119,10 @@ class _Builder:
             if step != self.now:
                 self._open(step, last)
             call = self.calls[c]
+            if call.resident:
+                self._resident(step, phase, c, (step, c) in last)
+                self._turn(t, step)
+                continue
             slot = self.held.index(call.layer)
             ready = self._node(wait, self.fetched[call.layer], layer=call.layer, slot=slot, step=step)
             if phase == "forward":
@@ -119,11 +132,25 @@ class _Builder:
                 self.freed[slot] = self._node(release, done, layer=call.layer, slot=slot, step=step)
             else:
                 self._backward(step, c, slot, ready)
+            self._turn(t, step)
+
+    def _turn(self, t: int, step: int) -> None:
+        """What stands between one use and the next."""
+        self._fill(t + 1)
+        final = t + 1 == len(self.uses) or self.uses[t + 1][0] != step
+        if final and self.due:
+            self._updates(step)
             self._fill(t + 1)
-            final = t + 1 == len(self.uses) or self.uses[t + 1][0] != step
-            if final and self.due:
-                self._updates(step)
-                self._fill(t + 1)
+
+    def _resident(self, step: int, phase: str, c: int, kept: bool) -> None:
+        call = self.calls[c]
+        stashed = self.stashed[c] if phase == "backward" else None
+        done = self._node(compute, stashed, self.updated.get(call.layer), layer=call.layer, slot=None, step=step,
+                          call=c, phase=phase, slab=None)
+        if phase == "forward" and kept:
+            self.stashed[c] = self._node(stash, done, layer=call.layer, call=c, step=step, place="device")
+        elif phase == "backward":
+            self.offloads.setdefault(call.layer, []).append(done)
 
     def _open(self, step: int, last: dict[tuple[int, int], int]) -> None:
         self.now, self.offloads = step, {}
@@ -147,6 +174,10 @@ class _Builder:
             self._update(call.layer, step)
 
     def _update(self, layer: str, step: int) -> None:
+        if any(x.resident for x in self.calls if x.layer == layer):
+            self.updated[layer] = self._node(update_resident, *self.offloads[layer], layer=layer, step=step)
+            self.due.discard(layer)
+            return
         landed = self.offloads[layer] if self.update != "deferred" else [n for v in self.offloads.values() for n in v]
         self.updated[layer] = self._node(optimizer, *landed, layer=layer, step=step)
         self.due.discard(layer)
@@ -163,7 +194,7 @@ class _Builder:
         for v in range(t, len(self.uses)):
             step, _, c = self.uses[v]
             layer = self.calls[c].layer
-            if layer in self.held:
+            if self.calls[c].resident or layer in self.held:
                 continue
             if step > self.now and layer in self.due:
                 return  # its update is still to come
@@ -221,9 +252,8 @@ def phases(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if not seen and node.target is wait:
-            users = [u for u in node.users if u.target is compute]
-            seen = any(u.kwargs["phase"] == "backward" for u in users)
+        if not seen and node.target in (wait, compute):
+            seen = any(u.kwargs["phase"] == "backward" for u in (node, *node.users) if u.target is compute)
         (backward if seen else forward).append(node)
     return forward, backward
 
@@ -237,5 +267,6 @@ def tasks(graph: fx.Graph, seconds: Callable[[Node], float], nbytes: Callable[[N
         if node.op == "call_function":
             reads, writes = accesses(node)
             made.append(Task(node.name, STREAM[node.target], seconds(node), tuple(a.name for a in node.all_input_nodes),
-                             tuple(reads), tuple(writes), nbytes(node)))
+                             tuple(reads), tuple(writes), nbytes(node), str(node.kwargs["layer"]),
+                             str(node.kwargs.get("phase") or KIND.get(node.target, ""))))
     return made

@@ -70,7 +70,8 @@ class Bound:
 def bound(layers: Sequence[LayerCost], rates: Rates, slots: int, update: str) -> Bound:
     """The least time of a step; update: "deferred", "priority" or "in_backward"."""
     total = sum(x.weight_bytes for x in layers)
-    turn = sum(x.weight_bytes for x in layers[len(layers) - min(slots, len(layers)):])
+    moved = [x.weight_bytes for x in layers if x.weight_bytes]
+    turn = sum(moved[len(moved) - min(slots, len(moved)):])
     up, up_back = total / rates.h2d, (total - turn) / rates.h2d
     down = sum(x.grad_bytes for x in layers) / rates.d2h
     adamw = sum(x.adamw_bytes for x in layers) / rates.adamw
@@ -99,8 +100,8 @@ def prefetch_distance(layers: Sequence[LayerCost], rates: Rates) -> int:
 
 def resident_layers(layers: Sequence[LayerCost], rates: Rates) -> int:
     """First layers to keep on the device so that the turn to the next forward does not wait for the first update."""
-    if not layers:
+    x = next((y for y in layers if y.weight_bytes), None)
+    if x is None:
         return 0
-    x = layers[0]
     chain = x.grad_bytes / rates.d2h + x.adamw_bytes / rates.adamw + x.weight_bytes / rates.h2d
     return min(len(layers) - 1, -(-int(1e9 * chain) // max(1, int(1e9 * 4 * x.forward_s))))

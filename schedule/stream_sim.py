@@ -23,7 +23,7 @@ class Task:
     """One piece of work.
 
     seconds: how long it takes.  after: names of tasks it waits for.  reads, writes: buffers it uses.  nbytes: what it
-    moves, for accounts.
+    moves, for accounts.  label, kind: for pictures.
     """
 
     name: str
@@ -33,6 +33,8 @@ class Task:
     reads: tuple[Hashable, ...] = ()
     writes: tuple[Hashable, ...] = ()
     nbytes: int = 0
+    label: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)

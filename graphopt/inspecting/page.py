@@ -17,12 +17,16 @@ from graphopt.codegen import listing
 from graphopt.inspecting import diff, text
 from graphopt.inspecting.capture import Captured, Graph
 from graphopt.inspecting.nodes import joined, rows, sections, short, short_dtype
+from graphopt.inspecting.streaming import Schedule
 from graphopt.passes.record import Kernel, Site
 from graphopt.reporting import Report
 
 
-def render(report: Report, title: str, target: str | None = None, captured: Captured | None = None) -> str:
-    """The page.  With what `inspect` captured it shows the graphs, too."""
+def render(
+    report: Report, title: str, target: str | None = None, captured: Captured | None = None,
+    schedule: Schedule | None = None,
+) -> str:
+    """The page.  With what `inspect` captured it shows the graphs, too; with a schedule, how it would be streamed."""
     import jinja2
 
     folder = files("graphopt.inspecting")
@@ -38,7 +42,7 @@ def render(report: Report, title: str, target: str | None = None, captured: Capt
         kernel_groups=[_kernel_row(g) for g in kernels], sources=_sources(report.kernels),
         graphs=graphs, changes=_changes(graphs), data=_data(graphs), short=short, kernel_name=kernel_name,
         short_dtype=short_dtype,
-        css=_safe(css), js=_safe(js),
+        schedule=schedule, picture=_safe(schedule.to_svg()) if schedule else "", css=_safe(css), js=_safe(js),
     )
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from graphopt.errors import StreamError
-from graphopt.streaming import eager, handles, memory, state
+from graphopt.streaming import eager, handles, memory, numa, state
 from graphopt.streaming.engine import Engine
 from graphopt.streaming.link import Link, link_for
 from graphopt.streaming.store import Entry, HostLayer, HostStore
 
 # families of layers that hold less than this part of all layers' bytes stay on the device under resident="auto"
 SMALL = 0.05
+# part of the free device memory that first layers may take with their gradients and state under resident="auto"
+FIRST = 0.05
 # attributes by which other systems that move weights mark a module: accelerate, diffusers, DeepSpeed, FSDP
 FOREIGN = ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module")
 
@@ -31,8 +33,10 @@ def stream(
 
     model: may be on any device, also on meta (then load weights by `load_state_dict`, or pass `weights`).
     device: where it computes.  slots: layers on the device at once; 2 overlaps upload and compute.
-    resident: what stays on the device beside everything outside the layers: "auto" (families of layers that are a small
-    part of the model, and weights shared between layers), a number of first layers, or names (`blocks.0`, globs).
+    resident: what stays on the device beside everything outside the layers and weights shared between layers: "auto"
+    (families of layers that are a small part of the model; on a GPU also the first one or two layers, where they take
+    little of its free memory, so that a forward need not wait for the updates of the step before), a number of first
+    layers, or names (`blocks.0`, globs).  A resident layer is recomputed in the backward as streamed ones are.
     layers: names (globs) of the modules that are layers; default: the members of every nn.ModuleList of two and more.
     weights: a safetensors file, several, a folder of them, or a state dict, loaded straight into the host store.
     link: how copies are made (see streaming.link); default: that of the device.
@@ -41,21 +45,25 @@ def stream(
     """
     target = torch.device(device)
     _refuse(model, slots)
-    streamed = plan(model, layers, resident)
+    planned = plan(model, layers, resident, target)
+    streamed = [x for x in planned if not x.resident]
     on_cpu = sum(e.handle.numel() * e.handle.element_size() for x in streamed for e in x.entries
                  if e.handle.device.type == "cpu")
     memory.require(sum(x.nbytes for x in streamed), "the host store", saved=on_cpu)
     link = link or link_for(target)
-    store = HostStore(streamed, link.pin)
+    store = HostStore(streamed, link.pin, numa.node_of(link.device))
     pool = handles.Pool(store.entries, link.device)
     for layer in streamed:
         store.allocate_weights(layer)
         for entry in layer.entries:
             _move(entry, pool)
     _rest(model, link.device)
-    engine = Engine(store, link, slots)
-    for layer in streamed:
+    engine = Engine(store, link, slots, [x for x in planned if x.resident])
+    for layer in planned:
         layer.engine = engine
+    for entry in (e for x in engine.resident for e in x.entries):
+        module, name = entry.sites[0]
+        handles.join_layer(module._parameters[name], entry)  # type: ignore[arg-type]
     state.hook(model, engine)
     eager.guard(model, engine)
     if weights is not None:
@@ -65,10 +73,16 @@ def stream(
     return model
 
 
-def plan(model: nn.Module, layers: Sequence[str] | None, resident: str | int | Sequence[str]) -> list[HostLayer]:
-    """The layers that would be streamed, laid out; nothing is moved.  Raises StreamError if there are none."""
-    found = _plan(model, _layers(model, layers), resident)
-    if not found:
+def plan(
+    model: nn.Module, layers: Sequence[str] | None, resident: str | int | Sequence[str],
+    device: torch.device | None = None,
+) -> list[HostLayer]:
+    """The layers that would be streamed, and resident ones of their families, laid out; nothing is moved.
+
+    Raises StreamError if none would be streamed.
+    """
+    found = _plan(model, _layers(model, layers), resident, device or torch.device("cpu"))
+    if all(x.resident for x in found):
         raise StreamError("no layers to stream were found", where=type(model).__name__,
                           remedy="name them: graphopt.stream(model, layers=['blocks.*'])")
     return found
@@ -125,9 +139,9 @@ def _layers(model: nn.Module, named: Sequence[str] | None) -> dict[str, nn.Modul
 
 
 def _plan(
-    model: nn.Module, chosen: dict[str, nn.Module], resident: str | int | Sequence[str]
+    model: nn.Module, chosen: dict[str, nn.Module], resident: str | int | Sequence[str], device: torch.device
 ) -> list[HostLayer]:
-    """The layers that are streamed, laid out; shared parameters and what `resident` names are left out."""
+    """The layers, laid out; shared parameters and whole families that stay are left out."""
     owner: dict[int, set[str]] = {}
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
@@ -137,31 +151,34 @@ def _plan(
                 owner.setdefault(id(p), set()).add(layer)
                 sites.setdefault(id(p), []).append((module, name))
     size = {n: sum(p.numel() * p.element_size() for p in m.parameters()) for n, m in chosen.items()}
-    stays = _resident(size, resident)
+    stays = _resident(size, resident, device)
+    streamed_families = {n.rpartition(".")[0] for n in chosen if n not in stays}
     plan: list[HostLayer] = []
     for fqn, module in chosen.items():
-        if fqn in stays:
+        if fqn in stays and fqn.rpartition(".")[0] not in streamed_families:
             continue
         entries = []
         for name, p in module.named_parameters():
             if len(owner[id(p)]) > 1 or p.numel() == 0:
                 continue
             _check_dtype(p, f"{fqn}.{name}")
-            stride = p.stride() if _dense(p) else torch.empty(p.shape, device="meta").stride()
+            stride = p.stride() if fqn in stays or _dense(p) else torch.empty(p.shape, device="meta").stride()
             e = Entry(name, f"{fqn}.{name}", p.shape, tuple(stride), p.dtype, p.requires_grad)
             e.handle, e.sites = p, sites[id(p)]
             entries.append(e)
         if entries:
-            plan.append(HostLayer(fqn, len(plan), entries))
+            plan.append(HostLayer(fqn, len(plan), entries, resident=fqn in stays))
     return plan
 
 
-def _resident(size: dict[str, int], resident: str | int | Sequence[str]) -> set[str]:
+def _resident(size: dict[str, int], resident: str | int | Sequence[str], device: torch.device) -> set[str]:
     if resident == "auto":
         family: dict[str, int] = {}
         for n, b in size.items():
             family[n.rsplit(".", 1)[0]] = family.get(n.rsplit(".", 1)[0], 0) + b
-        return {n for n in size if family[n.rsplit(".", 1)[0]] < SMALL * sum(size.values())}
+        small = {n for n in size if family[n.rsplit(".", 1)[0]] < SMALL * sum(size.values())}
+        large = [n for n in size if n not in small]
+        return small | set(large[:_first_layers([size[n] for n in large], device)])
     if isinstance(resident, (bool, str)):
         raise StreamError(f"resident is {resident!r}",
                           remedy="use 'auto', a number of first layers, or a list of names")
@@ -174,6 +191,19 @@ def _resident(size: dict[str, int], resident: str | int | Sequence[str]) -> set[
     if unmatched:
         raise StreamError(f"resident names no layer: {unmatched}", remedy=f"layers are {', '.join(list(size)[:4])}, ..")
     return found
+
+
+def _first_layers(sizes: list[int], device: torch.device) -> int:
+    """How many first layers stay on a GPU: two, fewer where they would take much of its memory.
+
+    The first layer's gradient, update and upload are the chain that a forward waits for at the turn of two steps; it is
+    as long as the backward of about two layers (measured on an H200: docs/streaming.md).
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    # per 2-byte weight: the gradient 2, the residual 2, the moments 8
+    return sum(7 * sum(sizes[:k]) <= FIRST * free for k in (1, 2) if k < len(sizes) - 1)
 
 
 def _check_dtype(p: nn.Parameter, name: str) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
@@ -33,7 +34,7 @@ Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, list[PassRecord], Compile]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Built:
     """One class of equal layers: its callables, and the first member."""
 
@@ -43,6 +44,11 @@ class Built:
     random: bool
     layer: str
     records: list[PassRecord]
+
+
+# classes of graphs with fixed shapes, for every model of the process: such a graph leaves no guard that a later frame
+# would miss; kept as long as a program runs them
+_shared: WeakValueDictionary[str, Built] = WeakValueDictionary()
 
 
 @dataclass
@@ -63,23 +69,23 @@ def engine_of(inputs: list[Any]) -> Engine | None:
 
 
 def compile_streamed(
-    gm: fx.GraphModule, inputs: list[Any], engine: Engine, rewrite: Rewrite, frame: str
+    gm: fx.GraphModule, inputs: list[Any], engine: Engine, rewrite: Rewrite, frame: str, settings: str
 ) -> Result:
     """Compile one Dynamo graph of a streamed model.
 
     rewrite: runs the passes on a segment; gives the rewritten one, what was done, and what compiles it.
-    frame: the frame's number.
+    frame: the frame's number.  settings: what else a compiled class depends on (the options of the backend).
     """
     twin = pipeline.copy(gm)
     nodes = twin.graph.find_nodes(op="placeholder")
-    entries = {n: e for n, e in zip(nodes, map(handles.entry_of, inputs)) if e is not None}
+    entries = {n: e for n, e in zip(nodes, map(handles.member_of, inputs)) if e is not None}
     partition.inline_checkpoints(twin, lambda n: n in entries)
     read = {e.layer.fqn for e in entries.values()}
-    parts = partition.partition(twin, engine.store.by_fqn, next(iter(read)) if len(read) == 1 else None)
+    parts = partition.partition(twin, engine.layers, next(iter(read)) if len(read) == 1 else None)
     _own(parts, entries)
     number = segments.numbers(twin, parts)
     real = dict(zip(nodes, inputs))
-    builder = _Builder(twin, engine, entries, real, rewrite)
+    builder = _Builder(twin, engine, entries, real, rewrite, settings)
     steps = [builder.step(s, number) for s in parts]
     segments.mark_dead(steps, segments.results(twin, number))
     calls = [s.call for s in steps if isinstance(s.call, LayerCall)]
@@ -87,6 +93,7 @@ def compile_streamed(
         engine, steps,
         constants={number[n]: partition.attribute(twin, str(n.target)) for n in number if n.op == "get_attr"},
         results=segments.results(twin, number), size=len(number), anchors=tuple(builder.anchors),
+        classes=tuple(builder.layers.values()),
     )
     program.plan()
     classes = Counter(id(c.forward) for c in calls)
@@ -133,11 +140,12 @@ class _Builder:
 
     def __init__(
         self, gm: fx.GraphModule, engine: Engine, entries: dict[Node, Entry], real: dict[Node, Any],
-        rewrite: Rewrite,
+        rewrite: Rewrite, settings: str,
     ) -> None:
         self.gm, self.engine, self.entries, self.real = gm, engine, entries, real
-        self.rewrite = rewrite
-        self.classes: dict[str, Any] = {}
+        self.rewrite, self.settings = rewrite, settings
+        self.glued: dict[str, Callable[..., Any]] = {}
+        self.layers: dict[str, Built] = {}
         self.records: list[PassRecord] = []
         self.calls = 0
         self.anchors: list[int] = []
@@ -159,12 +167,12 @@ class _Builder:
         if all(segments.is_trivial(n) for n in segment.nodes):
             return sub.forward
         key = "glue " + stream_classes.structural_hash(sub, lambda i: self._identity(segment.inputs[i]))
-        if key not in self.classes:
+        if key not in self.glued:
             rewritten, records, compile_one = self.rewrite(sub)
             self.records += records
-            self.classes[key] = compile_one(
+            self.glued[key] = compile_one(
                 rewritten, [self.real.get(n, segments.fresh(example(n))) for n in segment.inputs])
-        return self.classes[key]
+        return self.glued[key]
 
     def _identity(self, node: Node) -> object:
         # two pieces of glue that read different parameters of the model are not one class: a compiler may bake them in
@@ -172,7 +180,7 @@ class _Builder:
 
     def layer(self, segment: Segment, sub: fx.GraphModule, values: list[Node]) -> LayerCall:
         """One call of a layer."""
-        layer: HostLayer = self.engine.store.by_fqn[segment.layer]  # type: ignore[index]
+        layer: HostLayer = self.engine.layers[segment.layer]  # type: ignore[index]
         place = {e: i for i, e in enumerate(layer.entries)}
         arguments = tuple(
             ("weight", place[self.entries[n]]) if n in self.entries else ("value", values.index(n))
@@ -181,16 +189,30 @@ class _Builder:
         key = stream_classes.structural_hash(
             sub, lambda i: (layer.entries[arguments[i][1]].key, layer.entries[arguments[i][1]].handle.requires_grad)
             if arguments[i][0] == "weight" else "value")
-        built: Built | None = self.classes.get(key)
-        if built is None:
-            built = self.classes[key] = self._build(segment, sub, layer, arguments, random)
-            self.records += built.records
-        else:
-            self.records += [segments.renamed(r, built.layer, layer.fqn) for r in built.records]
+        built = self._class(key, segment, sub, layer, arguments, random)
         self.calls += 1
         grads = tuple(segments.carries(example(n)) for n in values)
         return LayerCall(self.calls - 1, layer, built.forward, built.train, arguments, grads, built.outputs,
                          built.random, segment.where)
+
+    def _class(
+        self, key: str, segment: Segment, sub: fx.GraphModule, layer: HostLayer, arguments: tuple[tuple[str, int], ...],
+        random: bool,
+    ) -> Built:
+        """The class of a layer: of this graph, of another model with the same settings, or compiled now."""
+        built = self.layers.get(key)
+        fixed = stream_classes.has_fixed_shapes(sub)
+        if built is None and fixed:
+            built = _shared.get(self.settings + key)
+        if built is None:
+            built = self._build(segment, sub, layer, arguments, random)
+            self.records += built.records
+            if fixed:
+                _shared[self.settings + key] = built
+        else:
+            self.records += [segments.renamed(r, built.layer, layer.fqn) for r in built.records]
+        self.layers[key] = built
+        return built
 
     def _build(
         self, segment: Segment, sub: fx.GraphModule, layer: HostLayer, arguments: tuple[tuple[str, int], ...],

@@ -8,13 +8,15 @@ before one backward, a skipped layer) is slower and not wrong.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from graphopt.errors import StreamError
 from graphopt.passes import stream_graph
+from graphopt.streaming import lockstep
 from graphopt.streaming.gradients import Gradients
 from graphopt.streaming.link import Link
 from graphopt.streaming.ring import Ring
@@ -27,6 +29,7 @@ class Ticket:
     def __init__(self, engine: Engine, layer: HostLayer) -> None:
         self.version = layer.target
         self.open = True
+        self.together = lockstep.current() is not None  # one of several micro-batches, layer by layer
         self._engine = weakref.ref(engine)
         self._layer = layer
 
@@ -44,11 +47,12 @@ class Ticket:
 class Engine:
     """The runtime of one streamed model on one device."""
 
-    def __init__(self, store: HostStore, link: Link, slots: int) -> None:
-        self.store, self.link = store, link
+    def __init__(self, store: HostStore, link: Link, slots: int, resident: Sequence[HostLayer] = ()) -> None:
+        self.store, self.link, self.resident = store, link, list(resident)
+        self.layers = {x.fqn: x for x in (*self.resident, *store.layers)}
         self.ring = Ring(store, link, slots)
         self.gradients = Gradients(store, link)
-        self.outstanding = dict.fromkeys(store.layers, 0)
+        self.outstanding = dict.fromkeys(self.layers.values(), 0)
         self.optimizer: Any = None  # weak reference to HostAdamW
         self.spark = torch.zeros((), device=link.device, requires_grad=True)  # makes a layer's node part of a backward
         self.trace: list[tuple[str, str, int, str]] | None = None
@@ -59,6 +63,11 @@ class Engine:
         """Keep what ran, for tests and pictures."""
         if self.trace is not None:
             self.trace.append((what, layer.fqn, slot, phase))
+
+    def span(self, layer: HostLayer, kind: str) -> AbstractContextManager[Any]:
+        """What is queued inside belongs to one layer: noted where a timeline is made."""
+        recorder = self.link.recorder
+        return nullcontext() if recorder is None else recorder.computing(layer.fqn, kind)
 
     def begin(self, program: Any) -> None:
         """A forward starts."""
@@ -87,6 +96,18 @@ class Engine:
         self.outstanding[layer] += 1
         return Ticket(self, layer)
 
+    @contextmanager
+    def weights(self, layer: HostLayer) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """A layer's weights on the device, and the slot they are in (-1: resident), for what is queued inside."""
+        if layer.resident:
+            yield -1, [e.handle.detach() for e in layer.entries]
+            return
+        slot = self.ring.acquire(layer)
+        try:
+            yield slot.index, self.ring.views(slot, layer)
+        finally:
+            self.ring.release(slot)
+
     def check_backward(self, layer: HostLayer, ticket: Ticket) -> None:
         """Raise StreamError where a backward cannot be right, before it runs."""
         self.store.check()
@@ -96,14 +117,22 @@ class Engine:
         if not ticket.open:
             raise StreamError("a second backward through the same forward (retain_graph=True)", where=layer.fqn,
                               remedy="add the losses and call backward once")
-        self.gradients.check_open(layer)
+        if not layer.resident:
+            self.gradients.check_open(layer)
 
     def land(self, layer: HostLayer, found: Sequence[tuple[Entry, torch.Tensor]], ticket: Ticket) -> None:
         """Gradients of one backward of a layer are there."""
+        if layer.resident:
+            for entry, gradient in found:
+                p = entry.handle
+                p.grad = gradient if p.grad is None else p.grad + gradient
+            ticket.close()
+            return
         optimizer = self.optimizer() if self.optimizer else None
-        self.gradients.land(layer, found, optimizer.updates if optimizer is not None else None)
+        updates = optimizer.updates if optimizer is not None else None
         ticket.close()
-        if found:
+        wait = self.outstanding[layer] > 0
+        if self.gradients.gather(layer, found, wait and ticket.together, updates):
             self.log("grad_offload", layer, -1)
         if optimizer is not None and self.outstanding[layer] == 0:
             optimizer.landed(layer)
@@ -127,9 +156,38 @@ class Walk:
 
     def after(self, engine: Engine) -> None:
         """Queue the prefetches that stand between the last call and the next."""
-        while self.at < len(self.nodes) and self.nodes[self.at].target is not stream_graph.wait:
+        while self.at < len(self.nodes) and self.nodes[self.at].target not in (
+            stream_graph.wait, stream_graph.compute
+        ):
             _queue(engine, self.nodes[self.at])
             self.at += 1
+
+
+class JointWalk(Walk):
+    """One place that several micro-batches share, in the schedule of all of them."""
+
+    def __init__(self, nodes: list[Any], size: int) -> None:
+        super().__init__(nodes)
+        self.size = size
+
+    def of(self, member: int) -> MemberWalk:
+        """The walk as one micro-batch sees it."""
+        return MemberWalk(self, member)
+
+
+class MemberWalk(Walk):
+    """A shared walk: the calls of one micro-batch are every n-th of the schedule's."""
+
+    def __init__(self, joint: JointWalk, member: int) -> None:
+        self.joint, self.member = joint, member
+
+    def until(self, engine: Engine, call: int) -> None:
+        """See Walk."""
+        self.joint.until(engine, call * self.joint.size + self.member)
+
+    def after(self, engine: Engine) -> None:
+        """See Walk."""
+        self.joint.after(engine)
 
 
 def _queue(engine: Engine, node: Any) -> None:

@@ -18,6 +18,8 @@ from graphopt.streaming.link import Link
 from graphopt.streaming.store import Entry, HostLayer, HostStore
 from graphopt.streaming.updates import Updates
 
+OPEN = 2  # layers whose gradients are added up on the device at once
+
 
 class Landing:
     """What one layer's gradient buffers hold since the last zero_grad."""
@@ -44,6 +46,7 @@ class Gradients:
         self._turn = 0
         self._stage: torch.Tensor | None = None  # host, pinned: gradients that will be added to a sum
         self._sums: dict[HostLayer, torch.Tensor] = {}
+        self.open: dict[HostLayer, dict[Entry, torch.Tensor]] = {}  # sums on the device, more to come: fp32
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +64,35 @@ class Gradients:
                 where=layer.fqn, remedy="call opt.zero_grad() after opt.step()",
             )
         landing.consumed = False
+
+    def gather(
+        self, layer: HostLayer, found: Sequence[tuple[Entry, torch.Tensor]], more: bool, updates: Updates | None
+    ) -> bool:
+        """Take some of a layer's gradients; if more are to come soon, add them up on the device.  Did a copy start?"""
+        if not more and layer not in self.open:
+            self.land(layer, found, updates)
+            return bool(found)
+        sums = self.open.setdefault(layer, {})
+        for e, g in found:
+            if e in sums:
+                sums[e].add_(g)
+            else:
+                sums[e] = g.to(torch.float32, copy=True)
+        if not more:
+            self._close(layer, updates)
+            return True
+        if len(self.open) > OPEN:  # their backward passes do not come layer by layer: the host adds them up
+            self._close(next(iter(self.open)), updates)
+            return True
+        return False
+
+    def _close(self, layer: HostLayer, updates: Updates | None) -> None:
+        self.land(layer, [(e, g.to(e.dtype)) for e, g in self.open.pop(layer).items()], updates)
+
+    def settle(self, updates: Updates | None) -> None:
+        """Send down what waits for gradients that may never come."""
+        for layer in list(self.open):
+            self._close(layer, updates)
 
     def land(self, layer: HostLayer, found: Sequence[tuple[Entry, torch.Tensor]], updates: Updates | None) -> None:
         """Queue the copy of some of a layer's gradients to the host.
@@ -103,6 +135,8 @@ class Gradients:
             spans = [(e.grad_byte, e.grad_byte + e.numel * e.dtype.itemsize) for e in entries]
         for a, b in spans:
             event = self.link.download(host[a:b], slab[a:b], after)
+            if self.link.recorder is not None:
+                self.link.recorder.copied("download", layer.fqn, event)
             self.downloads += 1
             self.downloaded_bytes += b - a
         return event
@@ -170,6 +204,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all gradients (zero_grad)."""
+        self.open.clear()
         for layer in self.store.layers:
             landing = self.landings[layer]
             if landing.fresh or landing.consumed:

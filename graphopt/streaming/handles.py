@@ -30,6 +30,7 @@ _METADATA = frozenset({
 })
 
 _ENTRY = "_graphopt_entry"
+_MEMBER = "_graphopt_member"  # of a layer that runs like streamed ones and stays on the device
 
 
 def _asked(func: Callable[..., Any]) -> str:
@@ -103,6 +104,18 @@ def make(parameter: torch.nn.Parameter, entry: Entry, pool: Pool) -> torch.nn.Pa
 def entry_of(tensor: object) -> Entry | None:
     """What a handle stands for; None for anything else."""
     return tensor.__dict__.get(_ENTRY) if isinstance(tensor, torch.nn.Parameter) else None
+
+
+def join_layer(parameter: torch.nn.Parameter, entry: Entry) -> None:
+    """Note that an ordinary parameter belongs to a resident layer."""
+    parameter.__dict__[_MEMBER] = entry
+    entry.handle = parameter
+
+
+def member_of(tensor: object) -> Entry | None:
+    """What a handle, or a parameter of a resident layer, stands for; None for anything else."""
+    found = entry_of(tensor)
+    return found if found is not None or not isinstance(tensor, torch.nn.Parameter) else tensor.__dict__.get(_MEMBER)
 
 
 def gradient_of(handle: torch.nn.Parameter) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -21,6 +22,19 @@ class Link(Protocol):
 
     device: torch.device
     pin: bool
+    recorder: Any  # timeline.Recorder while a timeline is made, else None
+
+    def overlap(self, on: bool) -> None:
+        """Off: copies take turns with the kernels, on their stream (to measure what overlap gains)."""
+        ...
+
+    def stamp(self) -> Any:
+        """A point in time of the compute stream, for a timeline."""
+        ...
+
+    def seconds(self, since: Any, stamp: Any) -> float:
+        """Seconds from one stamp to another; blocks until both are there."""
+        ...
 
     def upload(self, device: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
         """Queue host -> device on the upload stream, after an event of the compute stream; return an event."""
@@ -55,19 +69,34 @@ class CpuLink:
     """Everything at once, in host memory."""
 
     pin = False
+    recorder: Any = None
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    def overlap(self, on: bool) -> None:
+        """See Link.  Nothing overlaps here."""
+
+    def stamp(self) -> Any:
+        """See Link."""
+        return time.perf_counter()
+
+    def seconds(self, since: Any, stamp: Any) -> float:
+        """See Link."""
+        return float(stamp - since)
+
     def upload(self, device: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
         """See Link."""
-        device.copy_(host)
-        return None
+        return self._now(device, host)
 
     def download(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
         """See Link."""
-        host.copy_(device)
-        return None
+        return self._now(host, device)
+
+    def _now(self, to: torch.Tensor, source: torch.Tensor) -> Any:
+        began = self.stamp()
+        to.copy_(source)
+        return None if self.recorder is None else _Copied(began, self.stamp())
 
     def mark(self) -> Any:
         """See Link."""
@@ -136,13 +165,23 @@ class LateLink(CpuLink):
         return event is None or event.done
 
 
+class _Copied:
+    """A copy that is over, with its times."""
+
+    def __init__(self, began: float, ended: float) -> None:
+        self.began, self.ended, self.done = began, ended, True
+
+
 class _Copy:
+    began = ended = 0.0
+
     def __init__(self, stream: str, to: torch.Tensor, source: torch.Tensor) -> None:
         self.stream, self.to, self.source, self.done = stream, to, source, False
 
     def run(self) -> None:
+        self.began = time.perf_counter()
         self.to.copy_(self.source)
-        self.done = True
+        self.ended, self.done = time.perf_counter(), True
 
 
 class CudaLink:
@@ -152,12 +191,19 @@ class CudaLink:
     """
 
     pin = True
+    recorder: Any = None
 
     def __init__(self, device: torch.device, slow: int = 1) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.slow = slow
-        self._up, self._down = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._up, self._down = self._streams
+
+    def overlap(self, on: bool) -> None:
+        """See Link."""
+        one = torch.cuda.default_stream(self.device)
+        self._up, self._down = self._streams if on else (one, one)
 
     def upload(self, device: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
         """See Link."""
@@ -168,14 +214,29 @@ class CudaLink:
         return self._copy(self._down, host, device, after)
 
     def _copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
-        event = torch.cuda.Event(blocking=True)
+        timed = self.recorder is not None
+        event = torch.cuda.Event(blocking=True, enable_timing=timed)
         with torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
+            if timed:
+                event.began, event.ended = torch.cuda.Event(enable_timing=True), event
+                event.began.record(stream)
             for _ in range(self.slow):
                 to.copy_(source, non_blocking=True)
             event.record(stream)
         return event
+
+    def stamp(self) -> Any:
+        """See Link."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, since: Any, stamp: Any) -> float:
+        """See Link."""
+        stamp.synchronize()
+        return float(since.elapsed_time(stamp)) / 1e3
 
     def mark(self) -> Any:
         """See Link."""

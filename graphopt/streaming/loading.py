@@ -6,16 +6,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from graphopt.errors import StreamError
 from graphopt.streaming import handles, state
-
-if TYPE_CHECKING:
-    from graphopt.streaming.optimizer import HostAdamW
 
 Source = str | os.PathLike | Sequence[Any] | Mapping[str, torch.Tensor]
 
@@ -126,46 +123,3 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike, name: str = "d
     part.write_text(json.dumps(index, indent=1))
     os.replace(part, target)
     return target
-
-
-def save_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.PathLike) -> None:
-    """Write model and optimizer with torch.distributed.checkpoint, tensor by tensor from the host store."""
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(_state(model, optimizer), checkpoint_id=folder, no_dist=True)
-
-
-def load_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.PathLike) -> None:
-    """Read what `save_checkpoint` wrote; training goes on bit by bit as it would have."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import FileSystemReader
-
-    metadata = FileSystemReader(folder).read_metadata()
-    wanted: dict[str, Any] = {}
-    for key, about in metadata.state_dict_metadata.items():
-        size = getattr(about, "size", None)
-        wanted[key] = None if size is None else torch.empty(size, dtype=about.properties.dtype)
-    dcp.load(wanted, checkpoint_id=folder, no_dist=True)
-    model.load_state_dict({k.removeprefix("model."): v for k, v in wanted.items() if k.startswith("model.")})
-    names = {n: i for i, n in enumerate(_names(model, optimizer))}
-    found: dict[int, dict[str, Any]] = {}
-    for key, value in wanted.items():
-        if key.startswith("optimizer."):
-            name, _, what = key.removeprefix("optimizer.").rpartition("/")
-            found.setdefault(names[name], {})[what] = value
-    optimizer.load_state_dict({"state": found, "param_groups": json.loads(wanted["groups"])})
-
-
-def _names(model: nn.Module, optimizer: HostAdamW) -> list[str]:
-    """Names of the optimizer's parameters, in its order."""
-    of = {id(p): n for n, p in model.named_parameters()}
-    return [of[id(p)] for g in optimizer.param_groups for p in g["params"]]
-
-
-def _state(model: nn.Module, optimizer: HostAdamW) -> dict[str, Any]:
-    flat: dict[str, Any] = {f"model.{k}": v for k, v in model.state_dict().items()}
-    state_dict, names = optimizer.state_dict(), _names(model, optimizer)
-    for i, tensors in state_dict["state"].items():
-        flat |= {f"optimizer.{names[i]}/{k}": v for k, v in tensors.items()}
-    flat["groups"] = json.dumps(state_dict["param_groups"])
-    return flat

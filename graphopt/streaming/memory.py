@@ -1,4 +1,4 @@
-"""Host memory: exact sizes, pinned in pieces where a GPU reads it."""
+"""Host memory: exact sizes, pinned in pieces where a GPU reads it, on the GPU's NUMA node."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from graphopt.errors import StreamError
+from graphopt.streaming import numa
 
 log = logging.getLogger(__name__)
 PAGE = mmap.PAGESIZE
@@ -43,8 +44,8 @@ def require(needed: int, purpose: str, saved: int = 0) -> None:
 class Arena:
     """Host buffers of exact size; pinned registrations end with the arena."""
 
-    def __init__(self, pin: bool) -> None:
-        self.pin = pin
+    def __init__(self, pin: bool, node: int | None = None) -> None:
+        self.pin, self.node = pin, node
         self.nbytes = 0
         self._registered: list[int] = []
         if pin:
@@ -66,6 +67,7 @@ class Arena:
             except OSError as error:  # the kernel was built without huge pages: small ones do as well
                 log.debug("no huge pages: %s", error)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
+        numa.prefer(whole.data_ptr(), size, self.node)
         if self.pin and pin:
             _register(whole, self._registered)
         self.nbytes += size

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from graphopt.codegen import adamw_cpp
-from graphopt.codegen.adamw import Hyper, update_all
+from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import ConfigError, StreamError
-from graphopt.streaming import handles, memory
+from graphopt.streaming import handles, memory, numa
 from graphopt.streaming.engine import Engine
+from graphopt.streaming.link import Link
 from graphopt.streaming.resident import ResidentState
 from graphopt.streaming.store import Entry, HostLayer
 from graphopt.streaming.updates import Job, State, Updates
 
 MODES = ("deferred", "priority", "in_backward")
+
+
+class Clip:
+    """The factor of clipping on its way to the host: the launching thread does not wait for it."""
+
+    def __init__(self, coefficient: torch.Tensor, link: Link) -> None:
+        self.coefficient, self._link = coefficient, link
+        self._host = torch.zeros((), dtype=torch.float32, pin_memory=coefficient.is_cuda)
+        self._host.copy_(coefficient, non_blocking=True)
+        self._there = link.mark()
+
+    def read(self) -> float:
+        """Its value; blocks until it is there."""
+        self._link.join(self._there)
+        return float(self._host)
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -63,8 +78,9 @@ class HostAdamW(torch.optim.Optimizer):
         memory.require(self._host_bytes(), "optimizer state and gradients")
         self.states = {x: State(x, self.store, ema is not None) for x in self._layers}
         self.resident = ResidentState(ema)
-        self.updates = Updates(self.store, self.engine.link, self.states, _kernel(kernel))
-        self._scale: torch.Tensor | None = None
+        self.updates = Updates(self.store, self.engine.link, self.states,
+                               kernel_of(kernel, self.engine.link))
+        self._scale: Clip | None = None
         self._planned: dict[HostLayer, dict[Entry, Hyper]] = {}
         self._snapshot: list[tuple[Any, ...]] | None = None
         self._rounds = dict.fromkeys(self._layers, 0)
@@ -91,7 +107,7 @@ class HostAdamW(torch.optim.Optimizer):
                               remedy="pass all groups when it is made")
         self._group_of = {}
 
-    def _hyper(self, p: torch.nn.Parameter, step: int, scale: float | None) -> Hyper:
+    def _hyper(self, p: torch.nn.Parameter, step: int, scale: torch.Tensor | None = None) -> Hyper:
         if not self._group_of:
             self._group_of = {id(q): g for g in self.param_groups for q in g["params"]}
         g = self._group_of[id(p)]
@@ -105,32 +121,40 @@ class HostAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.store.check()
+        self.engine.gradients.settle(self.updates)
+        self._late()
         self._check_order_of_updates()
-        scale = None if self._scale is None else float(self._scale)
+        clip = self._scale
         if self.update == "deferred":
             for layer in self._layers:
                 landing = self.engine.gradients.landings[layer]
                 if landing.fresh:
-                    self._submit(layer, scale)
+                    self._submit(layer, clip)
         elif self.update == "in_backward":
             self.updates.drain()
         with torch.no_grad():
             for p in self._parameters():
                 if handles.entry_of(p) is None and p.grad is not None:
-                    in_place = p.grad.dtype == torch.float32  # clipped where it is
-                    self.resident.update(p, self._hyper(p, self.resident.steps(p) + 1, None if in_place else scale))
+                    # an fp32 gradient was clipped where it is
+                    scale = None if clip is None or p.grad.dtype == torch.float32 else clip.coefficient
+                    self.resident.update(p, self._hyper(p, self.resident.steps(p) + 1, scale))
+                    entry = handles.member_of(p)
+                    if entry is not None:
+                        entry.layer.target += 1
         self._scale, self._snapshot = None, None
         self._updated.clear()
         self._rounds = dict.fromkeys(self._layers, 0)
         self.engine.prime()
         return loss
 
-    def _submit(self, layer: HostLayer, scale: float | None) -> None:
+    def _submit(self, layer: HostLayer, clip: Clip | None) -> None:
         gradients = self.engine.gradients
         landing = gradients.take(layer)
         steps = self.states[layer].steps
-        hypers = {e: self._hyper(e.handle, steps[e] + 1, scale) for e in landing.fresh if e in self._mine}
-        self.updates.submit(Job(layer, hypers, list(landing.events), lambda e: gradients.read(landing, e)))
+        hypers = {e: self._hyper(e.handle, steps[e] + 1) for e in landing.fresh if e in self._mine}
+        self.updates.submit(Job(
+            layer, hypers, list(landing.events), lambda e: gradients.read(landing, e),
+            None if landing.sum is not None else layer.slab, (lambda: None) if clip is None else clip.read))
 
     def landed(self, layer: HostLayer) -> None:
         """All gradients of one round have landed: called by the runtime."""
@@ -142,6 +166,14 @@ class HostAdamW(torch.optim.Optimizer):
         if self._rounds[layer] == self.accumulate:
             self._updated.add(layer)
             self._submit(layer, None)
+
+    def _late(self) -> None:
+        """Count rounds whose end nobody saw: a forward was dropped after the last backward of its layer."""
+        if self.update == "deferred":
+            return
+        for layer in self._layers:
+            if self.engine.gradients.landings[layer].fresh and not self._rounds[layer]:
+                self.landed(layer)
 
     def check_forward(self) -> None:
         """Raise StreamError if a forward would read weights of two different steps: called by the runtime."""
@@ -175,6 +207,7 @@ class HostAdamW(torch.optim.Optimizer):
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients together, fp32, 0-d, before any clipping.  Deferred mode only."""
         self._need_deferred("grad_norm")
+        self.engine.gradients.settle(self.updates)
         self.updates.drain()
         norms = []
         device = self.engine.link.device
@@ -200,8 +233,8 @@ class HostAdamW(torch.optim.Optimizer):
         if self._scale is not None:
             raise StreamError("clip_grad_norm_ was called twice before step()", remedy="call it once per step")
         norm = self.grad_norm()
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        self._scale = coefficient.detach().cpu()
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).detach()
+        self._scale = Clip(coefficient, self.engine.link)
         with torch.no_grad():
             for p in self._parameters():
                 if handles.entry_of(p) is None and p.grad is not None and p.grad.dtype == torch.float32:
@@ -218,6 +251,7 @@ class HostAdamW(torch.optim.Optimizer):
         entry = handles.entry_of(p)
         if entry is None:
             return p.grad
+        self.engine.gradients.settle(self.updates)
         landing = self.engine.gradients.landings[entry.layer]
         if entry not in landing.fresh or p.grad is None:
             return None
@@ -254,9 +288,10 @@ class HostAdamW(torch.optim.Optimizer):
         state.load_optimizer_state(self, state_dict)
 
 
-def _kernel(name: str) -> Callable[..., None]:
+def kernel_of(name: str, link: Link) -> Callable[[Sequence[Piece]], None]:
+    """The optimizer's kernel: "torch", "cpp", or "auto" (compiled where a compiler is found)."""
     # two cores stay for the thread that launches kernels and the one that copies
-    threads = max(1, len(os.sched_getaffinity(0)) - 2)
+    threads = max(1, len(numa.cpus_near(numa.node_of(link.device))) - 2)
     return update_all if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
 
 

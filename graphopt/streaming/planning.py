@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class StreamPlan:
     """
 
     layers: int
+    resident: int
     classes: dict[str, int]
     host: dict[str, int]
     device: dict[str, int]
@@ -44,6 +46,7 @@ class StreamPlan:
     rates: costs.Rates
     timeline: Timeline = field(repr=False)
     schedule: fx.Graph = field(repr=False)
+    calls: tuple[stream_graph.Call, ...] = field(repr=False)
 
     @property
     def host_bytes(self) -> int:
@@ -59,8 +62,8 @@ class StreamPlan:
         gb = lambda parts: ", ".join(f"{k} {v / 1e9:.2f}" for k, v in parts.items())  # noqa: E731
         ms = lambda parts: ", ".join(f"{k} {1e3 * v:.0f}" for k, v in parts.items())  # noqa: E731
         return "\n".join((
-            f"{self.layers} layers in {len(self.classes)} families, {self.slots} slots, update={self.update!r}, "
-            f"{self.tokens} tokens",
+            f"{self.layers} layers in {len(self.classes)} families streamed, {self.resident} resident, "
+            f"{self.slots} slots, update={self.update!r}, {self.tokens} tokens",
             f"host    {self.host_bytes / 1e9:.2f} GB: {gb(self.host)}",
             f"device  {self.device_bytes / 1e9:.2f} GB without activations: {gb(self.device)}",
             f"moved   {self.uploaded / 1e9:.2f} GB up, {self.downloaded / 1e9:.2f} GB down a step",
@@ -76,36 +79,62 @@ class StreamPlan:
 def stream_plan(
     model: nn.Module, tokens: int, *, slots: int = 2, resident: Any = "auto", update: str = "deferred",
     ema: float | None = None, accumulate: int = 1, rates: costs.Rates | None = None, layers: Any = None,
+    order: Sequence[str] | None = None, micro: int = 1,
 ) -> StreamPlan:
     """Plan the streaming of a model (which may be on meta, and may be streamed already).
 
     tokens: of one step, batch times sequence.  slots, resident, layers: as for graphopt.stream; update, ema,
     accumulate: as for HostAdamW.  rates: measured ones of your machine (graphopt.schedule.stream_plan.Rates).
+    order: names of layers as the forward calls them (default: each once, as they stand in the model).  micro:
+    micro-batches that go through the layers together (graphopt.layer_major); tokens are those of all.
     Raises StreamError where the model cannot be streamed, ConfigError for bad values.
     """
-    if update not in MODES or tokens < 1 or slots < 1:
-        raise ConfigError(f"stream_plan: update={update!r}, tokens={tokens}, slots={slots}",
-                          remedy=f"update is one of {MODES}, tokens and slots are at least 1")
+    if update not in MODES or tokens < 1 or slots < 1 or micro < 1:
+        raise ConfigError(f"stream_plan: update={update!r}, tokens={tokens}, slots={slots}, micro={micro}",
+                          remedy=f"update is one of {MODES}; tokens, slots and micro are at least 1")
     rates = rates or costs.Rates()
-    plan = _layers(model, resident, layers)
-    order = [costs.LayerCost(x.fqn, x.nbytes, x.grad_bytes, _adamw_bytes(x), _forward_s(x, tokens, rates))
-             for x in plan]
-    schedule = stream_graph.build([stream_graph.Call(x.fqn, bool(x.grad_bytes)) for x in plan], slots, update, STEPS)
-    line, uploaded, downloaded = _simulate(schedule, order, rates)
+    everything = _layers(model, resident, layers)
+    plan = [x for x in everything if not x.resident]
+    named = {x.fqn: x for x in everything}
+    unknown = [n for n in order or () if n not in named]
+    if unknown:
+        raise ConfigError(f"stream_plan: order names {unknown[0]!r}, which is no layer of the plan",
+                          remedy=f"layers are {', '.join(list(named)[:4])}, ..")
+    used = [named[n] for n in order] if order else everything
+    cost = {x.fqn: costs.LayerCost(x.fqn, 0, 0, 0, _forward_s(x, tokens // micro or 1, rates)) if x.resident else
+            costs.LayerCost(x.fqn, x.nbytes, x.grad_bytes, _adamw_bytes(x), _forward_s(x, tokens // micro or 1, rates))
+            for x in everything}
+    calls = [stream_graph.Call(x.fqn, bool(x.grad_bytes), resident=x.resident) for x in used for _ in range(micro)]
+    schedule = stream_graph.build(calls, slots, update, STEPS)
+    line, uploaded, downloaded = _simulate(schedule, cost, rates)
+    order_of_costs = _once(used, cost, micro)
     return StreamPlan(
-        layers=len(plan), classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
+        layers=len(plan), resident=len(everything) - len(plan),
+        classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
         host=_host(plan, ema, accumulate), device=_device(model, plan, slots, ema), uploaded=uploaded,
-        downloaded=downloaded, bound=costs.bound(order, rates, slots, update), step_s=_steady(schedule, line),
-        update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order, rates),
-        resident_advised=costs.resident_layers(order, rates), rates=rates, timeline=line, schedule=schedule,
+        downloaded=downloaded, bound=costs.bound(order_of_costs, rates, slots, update), step_s=_steady(schedule, line),
+        update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order_of_costs, rates),
+        resident_advised=costs.resident_layers(order_of_costs, rates), rates=rates, timeline=line, schedule=schedule,
+        calls=tuple(calls),
     )
+
+
+def _once(used: list[HostLayer], cost: dict[str, costs.LayerCost], micro: int) -> list[costs.LayerCost]:
+    """Costs for the bound: a layer's bytes and update once, however often it is called."""
+    found = []
+    for i, x in enumerate(used):
+        c = cost[x.fqn]
+        first = all(y is not x for y in used[:i])
+        found.append(replace(c, forward_s=micro * c.forward_s) if first else
+                     costs.LayerCost(c.name, c.weight_bytes, 0, 0, micro * c.forward_s))
+    return found
 
 
 def _layers(model: nn.Module, resident: Any, layers: Any) -> list[HostLayer]:
     streamed = [e for e in map(handles.entry_of, model.parameters()) if e is not None]
     if streamed:
-        return streamed[0].layer.engine.store.layers
-    return attach.plan(model, layers, resident)
+        return list(streamed[0].layer.engine.layers.values())
+    return attach.plan(model, layers, resident, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _adamw_bytes(layer: HostLayer) -> int:
@@ -123,9 +152,9 @@ def _forward_s(layer: HostLayer, tokens: int, rates: costs.Rates) -> float:
     return products / rates.matmul + 4 * tokens * tokens * width / rates.attention
 
 
-def _simulate(schedule: fx.Graph, order: list[costs.LayerCost], rates: costs.Rates) -> tuple[Timeline, int, int]:
-    of = {x.name: x for x in order}
-
+def _simulate(
+    schedule: fx.Graph, of: dict[str, costs.LayerCost], rates: costs.Rates
+) -> tuple[Timeline, int, int]:
     def nbytes(node: fx.Node) -> int:
         x = of[str(node.kwargs["layer"])]
         return {stream_graph.prefetch: x.weight_bytes, stream_graph.grad_offload: x.grad_bytes}.get(

@@ -18,8 +18,9 @@ from torch import fx
 from graphopt.errors import StreamError
 from graphopt.passes import stream_check, stream_graph
 from graphopt.segments import Step
-from graphopt.streaming.engine import Engine, Walk
-from graphopt.streaming.handles import entry_of
+from graphopt.streaming import lockstep
+from graphopt.streaming.engine import Engine, JointWalk, Walk
+from graphopt.streaming.handles import member_of
 from graphopt.streaming.store import Entry, HostLayer
 
 
@@ -62,11 +63,13 @@ class Program:
     results: tuple[Any, ...]  # structure of the output: a number stands for a value
     size: int
     anchors: tuple[int, ...]  # for each call of a layer, an argument that is one of its handles
+    classes: tuple[Any, ...] = ()  # keeps the compiled classes for other models as long as this program lives
     schedule: fx.Graph = field(default_factory=fx.Graph)
     forward_nodes: list[Any] = field(default_factory=list)
     backward_nodes: list[Any] = field(default_factory=list)
     planned: int = 0  # slots the schedule was made for
     bound: dict[tuple[HostLayer, ...], Program] = field(default_factory=dict)
+    joint: dict[Any, tuple[list[Any], list[Any]]] = field(default_factory=dict)  # phases of layer-major micro-batches
 
     @property
     def calls(self) -> list[LayerCall]:
@@ -75,15 +78,36 @@ class Program:
 
     def plan(self) -> None:
         """Make the schedule for the engine's ring and the optimizer's order, and prove it over two steps."""
-        planned = [stream_graph.Call(c.layer.fqn, any(e.trained for e in c.entries), c.train is not None)
-                   for c in self.calls]
+        self.schedule, (self.forward_nodes, self.backward_nodes) = self.make_schedule(1)
+        self.planned = len(self.engine.ring.slots)
+
+    def make_schedule(self, micro: int) -> tuple[fx.Graph, tuple[list[Any], list[Any]]]:
+        """The schedule of so many micro-batches, layer-major, and its two phases."""
+        planned = [stream_graph.Call(c.layer.fqn, any(e.trained for e in c.entries), c.train is not None,
+                                     c.layer.resident)
+                   for c in self.calls for _ in range(micro)]
         optimizer = self.engine.optimizer() if self.engine.optimizer else None
         settings: dict[str, Any] = {"slots": len(self.engine.ring.slots), "train": any(c.backward for c in planned),
                                     "update": "deferred" if optimizer is None else optimizer.update}
         stream_check.check(stream_graph.build(planned, steps=2, **settings))
-        self.schedule = stream_graph.build(planned, **settings)
-        self.forward_nodes, self.backward_nodes = stream_graph.phases(self.schedule)
-        self.planned = len(self.engine.ring.slots)
+        schedule = stream_graph.build(planned, **settings)
+        return schedule, stream_graph.phases(schedule)
+
+    def walks(self) -> tuple[Walk, Walk]:
+        """Places at the start of the schedule's two phases; micro-batches that take turns share them."""
+        place = lockstep.current()
+        if place is None:
+            return Walk(self.forward_nodes), Walk(self.backward_nodes)
+        group, member = place
+        order = tuple(c.layer.fqn for c in self.calls)
+        if order not in group.walks:
+            optimizer = self.engine.optimizer() if self.engine.optimizer else None
+            key = group.size, len(self.engine.ring.slots), optimizer and optimizer.update
+            if key not in self.joint:
+                self.joint[key] = self.make_schedule(group.size)[1]
+            group.walks[order] = [JointWalk(nodes, group.size) for nodes in self.joint[key]]
+        forward, backward = group.walks[order]
+        return forward.of(member), backward.of(member)
 
     def bind(self, layers: tuple[HostLayer, ...]) -> Program:
         """This program for other layers of the same model.
@@ -102,13 +126,13 @@ class Program:
             of = iter(layers)
             steps = [replace(s, call=replace(s.call, layer=next(of))) if isinstance(s.call, LayerCall) else s
                      for s in self.steps]
-            self.bound[layers] = replace(self, steps=steps, bound={})
+            self.bound[layers] = replace(self, steps=steps, bound={}, joint={})
             self.bound[layers].plan()
         return self.bound[layers]
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
-        layers = tuple(entry_of(args[i]).layer for i in self.anchors)  # type: ignore[union-attr]
+        layers = tuple(member_of(args[i]).layer for i in self.anchors)  # type: ignore[union-attr]
         if any(c.layer is not x for c, x in zip(self.calls, layers)):
             return self.bind(layers)(*args)
         engine = self.engine
@@ -119,11 +143,12 @@ class Program:
         values[:len(args)] = args
         for i, constant in self.constants.items():
             values[i] = constant
-        forward, backward = Walk(self.forward_nodes), Walk(self.backward_nodes)
+        forward, backward = self.walks()
         for step in self.steps:
             inputs = [values[i] for i in step.inputs]
             if isinstance(step.call, LayerCall):
                 out = run_layer(engine, step.call, forward, backward, inputs)
+                lockstep.turn_over()
             else:
                 out = step.call(*inputs)
             del inputs
@@ -152,14 +177,9 @@ def _forward(
 ) -> tuple[Sequence[Any], Any]:
     state = _random_state(engine.link.device) if keep_random else None
     walk.until(engine, call.index)
-    slot = engine.ring.acquire(call.layer)
-    try:
-        weights = engine.ring.views(slot, call.layer)
-        with torch.no_grad():
-            out = call.forward(*call.bind(weights, values))
-    finally:
-        engine.ring.release(slot)
-    engine.log("compute", call.layer, slot.index, "forward")
+    with engine.weights(call.layer) as (slot, weights), torch.no_grad(), engine.span(call.layer, "forward"):
+        out = call.forward(*call.bind(weights, values))
+    engine.log("compute", call.layer, slot, "forward")
     walk.after(engine)
     return out, state
 
@@ -199,31 +219,36 @@ def _backward(
     state: Any, autocast: Any,
 ) -> list[torch.Tensor | None]:
     engine.check_backward(call.layer, ticket)
-    assert call.train is not None
     walk.until(engine, call.index)
-    slot = engine.ring.acquire(call.layer)
-    try:
+    with engine.weights(call.layer) as (slot, views):
         weights = [v.detach().requires_grad_(e.trained and e.handle.requires_grad)
-                   for v, e in zip(engine.ring.views(slot, call.layer), call.layer.entries)]
+                   for v, e in zip(views, call.layer.entries)]
         inputs = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values]
-        arguments = call.bind(weights, inputs)
-        with torch.enable_grad(), _restored(state, engine.link.device), autocast():
-            out = call.train(*arguments)
-        pairs = [(o, g) for o, g in zip(out, grads)
-                 if g is not None and isinstance(o, torch.Tensor) and o.requires_grad]
-        wanted = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
-        found: dict[int, torch.Tensor | None] = {}
-        if pairs and wanted:
-            result = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-            found = {id(a): g for a, g in zip(wanted, result)}
-        del out, pairs
-        landed = [(e, found.get(id(w))) for e, w in zip(call.layer.entries, weights) if w.requires_grad]
-        engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
-    finally:
-        engine.ring.release(slot)
-    engine.log("compute", call.layer, slot.index, "backward")
+        with engine.span(call.layer, "backward"):
+            found = _gradients(engine, call, weights, inputs, grads, state, autocast)
+            landed = [(e, found.get(id(w))) for e, w in zip(call.layer.entries, weights) if w.requires_grad]
+            engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
+    engine.log("compute", call.layer, slot, "backward")
     walk.after(engine)
     return [found.get(id(v)) if isinstance(v, torch.Tensor) else None for v in inputs]
+
+
+def _gradients(
+    engine: Engine, call: LayerCall, weights: list[torch.Tensor], inputs: list[Any],
+    grads: Sequence[torch.Tensor | None], state: Any, autocast: Any,
+) -> dict[int, torch.Tensor | None]:
+    """Recompute a layer and differentiate it: gradients by the id of the weight or input."""
+    assert call.train is not None
+    arguments = call.bind(weights, inputs)
+    with torch.enable_grad(), _restored(state, engine.link.device), autocast():
+        out = call.train(*arguments)
+    pairs = [(o, g) for o, g in zip(out, grads)
+             if g is not None and isinstance(o, torch.Tensor) and o.requires_grad]
+    wanted = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    if not pairs or not wanted:
+        return {}
+    result = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    return {id(a): g for a, g in zip(wanted, result)}
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

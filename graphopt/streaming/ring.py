@@ -88,7 +88,10 @@ class Ring:
             start = time.perf_counter()
             while not fetch.issued.wait(0.5):
                 self.store.check()
-            self.waited += time.perf_counter() - start
+            stood = time.perf_counter()
+            self.waited += stood - start
+            if self.link.recorder is not None:
+                self.link.recorder.host("launch", layer.fqn, "wait", start, stood)
         self.store.check()
         self.link.wait(fetch.ready)
         self._clock += 1
@@ -140,6 +143,8 @@ def _fetch_loop(owner: Any, todo: queue.SimpleQueue, link: Link) -> None:
                 ring.store.wait_for(fetch.layer, fetch.version)
                 fetch.ready = link.upload(slot.buffer[:fetch.layer.nbytes], fetch.layer.weights, fetch.free)
                 fetch.layer.reading = fetch.ready
+                if link.recorder is not None:
+                    link.recorder.copied("upload", fetch.layer.fqn, fetch.ready)
             except BaseException as error:
                 ring.store.fail(error)
                 return

@@ -76,10 +76,11 @@ def reset_master(engine: Engine, entry: Entry) -> None:
     if state.residual is not None and entry.dtype == torch.bfloat16:
         state.of(state.residual, entry).zero_()
     if state.average is not None and state.steps[entry] == 0:
-        state.of(state.average, entry).copy_(_flat(entry.layer.weight(entry)))
+        state.of(state.average, entry).copy_(flattened(entry.layer.weight(entry)))
 
 
-def _flat(t: torch.Tensor) -> torch.Tensor:
+def flattened(t: torch.Tensor) -> torch.Tensor:
+    """All elements in memory order, without a copy; parameters are dense."""
     return t.as_strided((t.numel(),), (1,))
 
 
@@ -123,7 +124,7 @@ def _state_of(optimizer: HostAdamW, p: torch.nn.Parameter) -> dict[str, Any] | N
            "exp_avg_sq": shaped(s2.exp_avg_sq)}
     if entry.dtype == torch.bfloat16:
         assert s2.residual is not None
-        flat = join(_flat(entry.layer.weight(entry)), s2.of(s2.residual, entry))
+        flat = join(flattened(entry.layer.weight(entry)), s2.of(s2.residual, entry))
         out["master"] = flat.as_strided(entry.shape, entry.stride)
     if s2.average is not None:
         out["ema"] = shaped(s2.average)
@@ -212,8 +213,8 @@ def _load_one(optimizer: HostAdamW, p: torch.nn.Parameter, given: dict[str, Any]
         whole = torch.empty_strided(entry.shape, entry.stride, dtype=torch.float32).copy_(given["master"])
         if entry.dtype == torch.bfloat16:
             assert s2.residual is not None
-            high, rest = split(_flat(whole))
-            _flat(entry.layer.weight(entry)).copy_(high)
+            high, rest = split(flattened(whole))
+            flattened(entry.layer.weight(entry)).copy_(high)
             s2.of(s2.residual, entry).copy_(rest)
         else:
             entry.layer.weight(entry).copy_(whole)

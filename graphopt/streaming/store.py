@@ -20,6 +20,11 @@ from graphopt.streaming.memory import Arena
 ALIGN = 64  # elements; 128 bytes of bf16, so every tensor starts on a cache line and on a DMA boundary
 
 
+def padded(elements: int) -> int:
+    """Elements up to where the next parameter starts."""
+    return (elements + ALIGN - 1) // ALIGN * ALIGN
+
+
 @dataclass(eq=False)
 class Entry:
     """One streamed parameter: what it is, and where it lies in its layer's buffers.
@@ -66,17 +71,18 @@ class HostLayer:
     """One layer in host memory.
 
     version counts finished updates of the weights, target the updates that were ordered: whoever reads the weights
-    waits until they are equal.  gradients is None until the layer trains.
+    waits until they are equal.  slab is None until the layer trains.  A resident layer has no buffers here: its
+    weights are the model's own parameters on the device, and only the layout counts.
     """
 
-    def __init__(self, fqn: str, index: int, entries: list[Entry]) -> None:
-        self.fqn, self.index = fqn, index
+    def __init__(self, fqn: str, index: int, entries: list[Entry], resident: bool = False) -> None:
+        self.fqn, self.index, self.resident = fqn, index, resident
         self.entries = entries
         order = sorted(entries, key=lambda e: (str(e.dtype), not e.trained))
         at = grad = element = 0
         for e in order:
             e.layer = self
-            size = (e.numel + ALIGN - 1) // ALIGN * ALIGN
+            size = padded(e.numel)
             e.byte, at = at, at + size * e.dtype.itemsize
             if e.trained:
                 e.grad_byte, grad = grad, grad + size * e.dtype.itemsize
@@ -103,8 +109,8 @@ class HostLayer:
 class HostStore:
     """All streamed layers of one model."""
 
-    def __init__(self, layers: Iterable[HostLayer], pin: bool) -> None:
-        self.arena = Arena(pin)
+    def __init__(self, layers: Iterable[HostLayer], pin: bool, node: int | None = None) -> None:
+        self.arena = Arena(pin, node)
         self.layers = list(layers)
         self.by_fqn = {layer.fqn: layer for layer in self.layers}
         self.changed = threading.Condition()

@@ -6,18 +6,20 @@ update; everything a job needs was copied out of the optimizer when it was queue
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from graphopt.codegen.adamw import Hyper, Piece
+from graphopt.streaming import numa
 from graphopt.streaming.link import Link
-from graphopt.streaming.store import Entry, HostLayer, HostStore
+from graphopt.streaming.store import Entry, HostLayer, HostStore, padded
 
 
 class State:
@@ -40,6 +42,31 @@ class State:
         """One parameter's part of a flat buffer, 1-d."""
         return flat[entry.element:entry.element + entry.numel]
 
+    def runs(self, layer: HostLayer, slab: torch.Tensor, hypers: dict[Entry, Hyper]) -> list[Piece]:
+        """What a kernel needs for a layer whose gradients are all in its slab, neighbours with equal settings as one.
+
+        Buffers are laid out alike, with padding that holds zeros and stays zero, so a layer is one or two pieces.
+        """
+        pieces = []
+        order = sorted(hypers, key=lambda e: e.element)
+        first = 0
+        for i, entry in enumerate(order):
+            after = order[i + 1] if i + 1 < len(order) else None
+            if after is not None and after.dtype == entry.dtype and hypers[after] == hypers[entry] and (
+                after.element == padded(entry.element + entry.numel)
+            ):
+                continue
+            a, n = order[first], entry.element + entry.numel - order[first].element
+            size = a.dtype.itemsize
+            part = slice(a.element, a.element + n)
+            pieces.append(Piece(
+                layer.weights[a.byte:a.byte + n * size].view(a.dtype),
+                self.residual[part] if self.residual is not None and a.dtype == torch.bfloat16 else None,
+                slab[a.grad_byte:a.grad_byte + n * size].view(a.dtype), self.exp_avg[part], self.exp_avg_sq[part],
+                hypers[a], None if self.average is None else self.average[part]))
+            first = i + 1
+        return pieces
+
     def piece(self, entry: Entry, gradient: torch.Tensor, hyper: Hyper) -> Piece:
         """What a kernel needs to update one parameter; gradient: 1-d, host."""
         return Piece(
@@ -57,6 +84,8 @@ class Job:
     hypers: dict[Entry, Hyper]
     landed: list[Any]  # events
     gradient: Callable[[Entry], torch.Tensor]  # 1-d, host
+    slab: torch.Tensor | None = None  # where they all are in the layer's layout, if they are
+    scale: Callable[[], float | None] = lambda: None  # of clipping; called when everything has landed
     done: Callable[[], None] = field(default=lambda: None)
 
 
@@ -71,7 +100,8 @@ class Updates:
         self._changed = threading.Condition()
         self._busy = 0
         self.worked = 0.0  # seconds spent in the kernel
-        thread = threading.Thread(target=_loop, args=(weakref.ref(self), self._changed),
+        cpus = numa.cpus_near(node) if (node := numa.node_of(link.device)) is not None else None
+        thread = threading.Thread(target=_loop, args=(weakref.ref(self), self._changed, cpus),
                                   name="graphopt-adamw", daemon=True)
         thread.start()
 
@@ -132,9 +162,18 @@ class Updates:
                 self.link.join(event)
             self.link.join(job.layer.reading)
             state = self.states[job.layer]
+            scale = job.scale()
+            if scale is not None:
+                job.hypers = {e: replace(h, scale=scale) for e, h in job.hypers.items()}
             start = time.perf_counter()
-            self.kernel([state.piece(entry, job.gradient(entry), hyper) for entry, hyper in job.hypers.items()])
-            self.worked += time.perf_counter() - start
+            if job.slab is not None and getattr(self.kernel, "joins", False):
+                self.kernel(state.runs(job.layer, job.slab, job.hypers))
+            else:
+                self.kernel([state.piece(entry, job.gradient(entry), hyper) for entry, hyper in job.hypers.items()])
+            end = time.perf_counter()
+            self.worked += end - start
+            if self.link.recorder is not None:
+                self.link.recorder.host("cpu", job.layer.fqn, "optimizer", start, end)
             for entry, hyper in job.hypers.items():
                 state.steps[entry] = hyper.step
             job.done()
@@ -144,8 +183,10 @@ class Updates:
             self._changed.notify_all()
 
 
-def _loop(owner: Any, changed: threading.Condition) -> None:
+def _loop(owner: Any, changed: threading.Condition, cpus: list[int] | None) -> None:
     # holds its owner only while it works, so a model that is no longer used ends this thread
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)  # of this thread, and of the OpenMP team that it starts
     with torch.no_grad():
         while True:
             updates = owner()

@@ -89,6 +89,23 @@ def test_compiled_kernel_is_the_torch_one(n: int, compiled) -> None:
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
 
 
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    here = list(adamw_cpp.ISAS)[list(adamw_cpp.ISAS).index(adamw_cpp.instruction_set()):]
+    assert here[-1] == "portable"
+    results = []
+    for isa in here:
+        update = adamw_cpp.load(2, isa)
+        g = torch.Generator().manual_seed(3)
+        new = lambda n, g=g: torch.randn(n, generator=g)
+        high, rest = split(new(40001))
+        pieces = [Piece(high, rest, new(40001).bfloat16(), new(40001), new(40001).abs(), hyper(3, 0.7, 0.99), new(40001)),
+                  Piece(new(33), None, new(33), new(33), new(33).abs(), hyper(2))]
+        update(pieces)
+        results.append([t for p in pieces for t in p if isinstance(t, torch.Tensor)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
 def test_settings_are_run_time_numbers(compiled) -> None:
     w, m, v = torch.ones(4), torch.zeros(4), torch.zeros(4)
     compiled(w, None, torch.full((4,), 0.5), m, v, Hyper(1e-2, 0.9, 0.999, 1e-8, 0.0, 1))

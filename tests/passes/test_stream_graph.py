@@ -54,6 +54,25 @@ def test_the_turn_keeps_what_fits(slots: int) -> None:
     assert sum(x.target is g.prefetch for x in first + second) == 2 * n - kept
 
 
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("stay", [(0, 1), (3,), (6,), (0, 3, 6)])
+def test_resident_layers_have_no_slot(stay, slots, update) -> None:
+    order = [g.Call(f"blocks.{i}", resident=i in stay) for i in range(7)]
+    graph = g.build(order, slots, update, steps=3)
+    stream_check.check(graph)
+    rng = random.Random(slots)
+    for _ in range(10):
+        assert stream_sim.simulate(g.tasks(graph, lambda n: rng.choice((0.0, 0.1, 1.0, 7.0)), lambda n: 0)).overlaps() == []
+    names = {f"blocks.{i}" for i in stay}
+    for target in (g.prefetch, g.wait, g.release, g.grad_offload, g.optimizer):
+        assert not names & {n.kwargs["layer"] for n in nodes(graph, target)}
+    assert [n.kwargs["layer"] for n in nodes(graph, g.update_resident)] == [f"blocks.{i}" for i in stay] * 3
+    first, second = g.phases(graph)
+    assert [n.kwargs["call"] for n in first if n.target is g.compute] == list(range(7))
+    assert next(n.kwargs["call"] for n in second if n.target is g.compute) == 6
+
+
 def test_forward_only() -> None:
     graph = g.build(calls(range(4)), 2, train=False, steps=2)
     stream_check.check(graph)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from resident import OPTIONS, differing, train
@@ -10,7 +12,7 @@ from torch import nn
 
 import graphopt
 from graphopt.errors import StreamError
-from graphopt.streaming import loading
+from graphopt.streaming import checkpoint, loading
 
 ADAM = dict(lr=1e-2)
 
@@ -32,9 +34,9 @@ class C18(nn.Module):
         return x
 
 
-def fresh(model, **kwargs):
+def fresh(model, ema=None, **kwargs):
     graphopt.stream(model, "cpu", resident=[], **kwargs)
-    opt = graphopt.HostAdamW(model.parameters(), **ADAM)
+    opt = graphopt.HostAdamW(model.parameters(), **ADAM, ema=ema)
     return model, opt, torch.compile(model, backend="graphopt", options=OPTIONS)
 
 
@@ -177,13 +179,60 @@ def test_safetensors_of_diffusers_names(tmp_path) -> None:
     assert differing(again.state_dict(), model.state_dict()) == {}
 
 
-def test_dcp_resume_is_exact(tmp_path) -> None:
-    x = tuple(v.bfloat16() for v in inputs())
-    straight, opt, step = fresh(TinyDiT(seed=1).bfloat16())
+@pytest.mark.parametrize(("dtype", "ema"), [(torch.bfloat16, 0.9), *(pytest.param(torch.float32, e, marks=pytest.mark.nightly) for e in (None, 0.9))])
+def test_dcp_resume_is_exact(dtype, ema, tmp_path) -> None:
+    x = tuple(v.to(dtype) for v in inputs())
+    make = lambda seed: fresh(TinyDiT(seed=seed).to(dtype), ema=ema, slots=2)
+    straight, opt, step = make(1)
     train(step, opt, x, steps=2)
-    loading.save_checkpoint(straight, opt, tmp_path / "c")
+    checkpoint.save_checkpoint(straight, opt, tmp_path / "c")
     train(step, opt, x, steps=2, start=2)
-    resumed, opt2, step2 = fresh(TinyDiT(seed=2).bfloat16())
-    loading.load_checkpoint(resumed, opt2, tmp_path / "c")
+    resumed, opt2, step2 = make(2)
+    train(step2, opt2, x, steps=1)  # not new: everything must be replaced
+    opt2.param_groups[0]["lr"] = 7.0
+    checkpoint.load_checkpoint(resumed, opt2, tmp_path / "c")
+    assert opt2.param_groups[0]["lr"] == ADAM["lr"]
     train(step2, opt2, x, steps=2, start=2)
     assert differing(resumed.state_dict(), straight.state_dict()) == {}
+    for i, s in opt.state_dict()["state"].items():
+        assert all(torch.equal(v, opt2.state_dict()["state"][i][k]) for k, v in s.items()), i
+
+
+def test_a_checkpoint_holds_no_second_copy(tmp_path, monkeypatch) -> None:
+    """Masters are put together one at a time, and read back one at a time."""
+    from graphopt.streaming import dcp
+
+    model, opt, step = fresh(TinyDiT(layers=6).bfloat16())
+    train(step, opt, tuple(v.bfloat16() for v in inputs()), steps=1)
+    made = []
+    real = checkpoint.join
+
+    def watched(*args):
+        assert all(r() is None for r in made), "the one before is gone"
+        value = real(*args)
+        made.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(checkpoint, "join", watched)
+    checkpoint.save_checkpoint(model, opt, tmp_path / "c")
+    assert len(made) == sum(p.requires_grad for p in model.parameters())
+    rooms = []
+    take = dcp._Taker.commit_tensor
+    monkeypatch.setattr(dcp._Taker, "commit_tensor", lambda self, *a: (rooms.append(len(self._room)), take(self, *a)))
+    checkpoint.load_checkpoint(model, opt, tmp_path / "c")
+    assert max(rooms) == 1
+    held = dcp.shapes(tmp_path / "c")
+    assert sum("/master" in k for k in held) == sum(p.requires_grad for p in model.parameters())
+
+
+def test_a_checkpoint_of_another_model_is_refused_whole(tmp_path) -> None:
+    model, opt, step = fresh(TinyDiT())
+    train(step, opt, inputs(), steps=1)
+    checkpoint.save_checkpoint(model, opt, tmp_path / "c")
+    for other, match in ((TinyDiT(layers=5), "missing: model.blocks.4"), (TinyDiT(layers=3), "unknown"),
+                         (TinyDiT(D=24), "another shape")):
+        b, opt2, _ = fresh(other)
+        before = {k: v.clone() for k, v in b.state_dict().items()}
+        with pytest.raises(StreamError, match=match):
+            checkpoint.load_checkpoint(b, opt2, tmp_path / "c")
+        assert differing(b.state_dict(), before) == {}

@@ -165,6 +165,20 @@ def test_deferred_orders_of_calls() -> None:
     assert weights(model) == pytest.approx([0.98, 0.98], abs=1e-5)
 
 
+def test_a_resident_layer_updated_before_its_backward_is_told() -> None:
+    model = One()
+    model.layers[1].w.requires_grad_(False)
+    graphopt.stream(model, "cpu", resident=1)
+    opt = graphopt.HostAdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    step = torch.compile(model, backend="graphopt", options=OPTIONS)
+    loss = step(torch.zeros(1)).sum()
+    step(torch.zeros(1)).sum().backward()
+    opt.step()
+    with pytest.raises(StreamError, match="updated between"):
+        loss.backward()
+    assert weights(model) == pytest.approx([0.99, 1.0])
+
+
 def test_double_backward_and_retain_graph_are_refused() -> None:
     model, opt, step = make()
     x = torch.zeros(1, requires_grad=True)
@@ -204,3 +218,41 @@ def test_a_dying_thread_is_told_and_weights_stay() -> None:
     with pytest.raises(StreamError, match="out of order"):
         step(torch.zeros(1))
     assert [x.weights[:4].view(torch.float32).item() for x in opt.store.layers] == before
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_is_few_pieces_and_the_same_bits(groups, dtype) -> None:
+    """Neighbours with equal settings are one piece for the compiled kernel; its results are those of one by one."""
+    from tiny_dit import TinyDiT
+
+    from graphopt.codegen import adamw_cpp
+
+    kernels = adamw_cpp.load(2), adamw_cpp.load(2)
+    kernels[0].joins = False
+    found, pieces = [], []
+    for joins in (False, True):
+        model = graphopt.stream(TinyDiT(D=20).to(dtype), "cpu", resident=[])
+        flat = [p for p in model.parameters() if p.dim() == 1]
+        parameters = [dict(params=flat, weight_decay=0.0), dict(params=[p for p in model.parameters() if p.dim() > 1])]
+        opt = graphopt.HostAdamW(parameters if groups else model.parameters(), lr=1e-2, ema=0.9)
+        opt.updates.kernel = lambda p, k=kernels[joins]: (pieces.append(len(p)), k(p))
+        opt.updates.kernel.joins = joins
+        g = torch.Generator().manual_seed(0)
+        for layer in opt.store.layers:
+            slab = opt.store.allocate_slab(layer)
+            for e in layer.trained:
+                e.gradient(slab).copy_(torch.randn(e.shape, generator=g))
+            opt.engine.gradients.landings[layer].fresh += layer.trained
+        opt.clip_grad_norm_(1.0)
+        opt.step()
+        opt.flush()
+        found.append((model.state_dict(), opt.state_dict()["state"], opt.ema_state_dict(model)))
+    n = len(opt.store.layers[0].trained)
+    assert pieces[:4] == [n] * 4
+    assert pieces[4:] == [1 if not groups else pieces[4]] * 4
+    assert pieces[4] < n
+    (a, sa, ea), (b, sb, eb) = found
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert all(torch.equal(ea[k], eb[k]) for k in ea)
+    assert all(torch.equal(v, sb[i][k]) for i, s in sa.items() for k, v in s.items())

@@ -77,6 +77,26 @@ def test_orders_and_slots(update: str) -> None:
     assert differing(b.state_dict(), a.state_dict()) == {}
 
 
+@pytest.mark.parametrize("resident", [2, *nightly(["blocks.1", "blocks.3"])])
+@pytest.mark.parametrize("update", ["priority", *nightly("deferred")])
+def test_resident_layers_run_like_streamed_ones(resident, update) -> None:
+    """Recomputed, of the same class, without a slot; their weights are ordinary parameters."""
+    a, b, x = both()
+    want, _ = reference(a, x)
+    graphopt.stream(b, "cpu", slots=1, resident=resident, link=LateLink(4))
+    opt = graphopt.HostAdamW(b.parameters(), **ADAM, update=update, kernel="torch")
+    step = torch.compile(b, backend="graphopt", options=OPTIONS)
+    assert train(step, opt, x) == want
+    assert differing(b.state_dict(), a.state_dict()) == {}
+    engine = attach.engine_of(b)
+    stay = [b.blocks[0], b.blocks[1]] if resident == 2 else [b.blocks[1], b.blocks[3]]
+    assert all(torch.isfinite(p).all() for m in stay for p in m.parameters())
+    assert [x.fqn for x in engine.resident] == (["blocks.0", "blocks.1"] if resident == 2 else resident)
+    program = engine.program()
+    assert len({id(c.train) for c in program.calls}) == 1, "one class with the streamed ones"
+    assert engine.ring.misses == 0
+
+
 def test_clipped_by_the_global_norm() -> None:
     a, b, x = both()
     want, _ = reference(a, x, clip=0.05)
@@ -262,6 +282,29 @@ def test_layers_compiled_by_themselves() -> None:
         block.compile(backend="graphopt", options=OPTIONS)
     assert train(b, opt, x) == want
     assert differing(b.state_dict(), a.state_dict()) == {}
+
+
+def test_models_of_one_class_compile_it_once(monkeypatch) -> None:
+    """Three models, one compile of their layers; each trains its own weights, with its own owner of kernels."""
+    from graphopt import backend
+
+    compiled = []
+    hand_over = backend.hand_over
+    monkeypatch.setattr(backend, "hand_over", lambda gm, *a: compiled.append(gm) or hand_over(gm, *a))
+    options = {**OPTIONS, "graphopt.compiler": "aot_eager"}
+    x, kept, counts = inputs(), [], []
+    for seed, layers_, more in ((0, 4, {}), (1, 3, {}), (2, 4, {"graphopt.rules": ["gate_residual"]})):
+        a = TinyDiT(layers=layers_, seed=seed).train()
+        b = copy.deepcopy(a)
+        want, _ = reference(a, x, steps=2)
+        got, opt = streamed(b, x, steps=2, late=2, options={**options, **more})
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        kept.append((b, opt))
+        counts.append(len(compiled))
+    forward_and_train, around = 2, 2
+    assert counts[0] == forward_and_train + around
+    assert counts[1] - counts[0] == around, "the layers' class is there already"
+    assert counts[2] - counts[1] == forward_and_train + around, "other rules: another class"
 
 
 def test_two_forwards_before_one_backward() -> None:

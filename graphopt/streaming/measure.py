@@ -1,0 +1,110 @@
+"""What this box sustains: copies to and from the device, and the CPU optimizer, alone and together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphopt.codegen.adamw import Hyper, Piece
+from graphopt.schedule.stream_plan import ADAMW_BYTES
+from graphopt.streaming import numa, optimizer
+from graphopt.streaming.link import Link, link_for
+from graphopt.streaming.store import Entry, HostLayer, HostStore
+from graphopt.streaming.updates import State
+
+ELEMENTS = 46_000_000  # a block of Wan 1.3B
+
+
+class Bench:
+    """Buffers like those of a streamed model, and loops over them.
+
+    Loops give bytes per second; the optimizer's bytes are what it reads and writes (26 per bf16 parameter).
+    """
+
+    def __init__(self, link: Link, elements: int = ELEMENTS, layers: int = 3, kernel: str = "auto") -> None:
+        self.link, self.kernel = link, optimizer.kernel_of(kernel, link)
+        made = []
+        for i in range(layers):
+            shape = torch.Size((elements,))
+            made.append(HostLayer(f"bench.{i}", i, [Entry("w", f"bench.{i}.w", shape, (1,), torch.bfloat16, True)]))
+        self.store = HostStore(made, link.pin, numa.node_of(link.device))
+        self.states = {}
+        for layer in made:
+            self.store.allocate_weights(layer)
+            self.store.allocate_slab(layer).zero_()
+            self.states[layer] = State(layer, self.store, ema=False)
+        self.slot, self.slab = (torch.zeros(made[0].nbytes, dtype=torch.uint8, device=link.device) for _ in range(2))
+
+    def upload(self, layer: HostLayer) -> int:
+        """One layer's weights to the device; returns bytes."""
+        self.link.join(self.link.upload(self.slot, layer.weights, None))
+        return layer.nbytes
+
+    def download(self, layer: HostLayer) -> int:
+        """One layer's gradients to the host; returns bytes."""
+        assert layer.slab is not None
+        self.link.join(self.link.download(layer.slab, self.slab, None))
+        return layer.grad_bytes
+
+    def adamw(self, layer: HostLayer, kernel: Callable[[Sequence[Piece]], None] | None = None) -> int:
+        """One layer's update; returns bytes."""
+        assert layer.slab is not None
+        entry, state = layer.entries[0], self.states[layer]
+        gradient = entry.gradient(layer.slab).as_strided((entry.numel,), (1,))
+        (kernel or self.kernel)([state.piece(entry, gradient, Hyper(0.0, 0.9, 0.999, 1e-8, 0.0, 1))])
+        return ADAMW_BYTES * entry.numel
+
+    def alone(self, work: Callable[[HostLayer], int], seconds: float = 0.3) -> float:
+        """The best rate of one loop over the layers, bytes/s."""
+        for layer in self.store.layers:  # first use: pages, caches, the team of threads
+            work(layer)
+        best, until = 0.0, time.perf_counter() + seconds
+        while best == 0.0 or time.perf_counter() < until:
+            start = time.perf_counter()
+            done = sum(map(work, self.store.layers))
+            best = max(best, done / (time.perf_counter() - start))
+        return best
+
+    def together(self, works: Sequence[Callable[[HostLayer], int]], seconds: float = 0.5) -> list[float]:
+        """The rates of several loops that run at once, bytes/s."""
+        done, failed = [0] * len(works), []
+        start = time.perf_counter()
+
+        def loop(k: int) -> None:
+            try:
+                with self.link.thread(), torch.no_grad():
+                    i = 0
+                    while time.perf_counter() - start < seconds:
+                        done[k] += works[k](self.store.layers[i % len(self.store.layers)])
+                        i += 1
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=loop, args=(k,)) for k in range(len(works))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if failed:
+            raise failed[0]
+        took = time.perf_counter() - start
+        return [d / took for d in done]
+
+    def all(self, seconds: float = 0.4) -> dict[str, float]:
+        """GB/s: h2d, d2h, adamw alone; both copies at once; all three at once."""
+        found = {"h2d": self.alone(self.upload, seconds), "d2h": self.alone(self.download, seconds),
+                 "adamw": self.alone(self.adamw, seconds)}
+        pair = self.together([self.upload, self.download], seconds)
+        every = self.together([self.upload, self.download, self.adamw], seconds)
+        found |= dict(zip(("h2d_with_d2h", "d2h_with_h2d"), pair))
+        found |= dict(zip(("h2d_with_all", "d2h_with_all", "adamw_with_all"), every))
+        return {k: v / 1e9 for k, v in found.items()}
+
+
+def host_rates(device: str | torch.device = "cuda", seconds: float = 0.4, **settings: Any) -> dict[str, float]:
+    """GB/s of copies and of the CPU optimizer on this box; takes about 3 GB of host memory.  See Bench.all."""
+    return Bench(link_for(torch.device(device)), **settings).all(seconds)

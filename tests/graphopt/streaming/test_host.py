@@ -1,0 +1,115 @@
+"""Host memory and NUMA: sizes, pinning that is refused, nodes that can or cannot be read."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from graphopt.streaming import memory, numa
+
+
+class Runtime:
+    """A CUDA runtime that registers memory, or refuses after so many times."""
+
+    def __init__(self, refuse_after=0) -> None:
+        self.left, self.registered, self.ended = refuse_after, [], []
+
+    def __call__(self):
+        return self
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if self.left == 0:
+            return 2
+        self.left -= 1
+        self.registered.append((address, nbytes))
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.ended.append(address)
+
+
+def test_refused_pinning_stays_pageable_with_one_warning(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(memory, "_warned", False)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime())
+    with caplog.at_level("WARNING"):
+        arena = memory.Arena(pin=True)
+        a, b = arena.allocate(5000), arena.allocate(70)
+    assert caplog.text.count("it stays pageable") == 1
+    assert "ulimit -l" in caplog.text
+    a.fill_(3)
+    assert a.numel() == 5000
+    assert b.sum() == 0
+    assert arena.nbytes == 3 * memory.PAGE
+
+
+def test_registration_is_in_pieces_and_undone_when_one_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "PIECE", memory.PAGE)
+    monkeypatch.setattr(memory, "_warned", True)
+    runtime = Runtime(refuse_after=2)
+    monkeypatch.setattr(torch.cuda, "cudart", runtime)
+    arena = memory.Arena(pin=True)
+    whole = arena.allocate(3 * memory.PAGE)
+    assert [n for _, n in runtime.registered] == [memory.PAGE] * 2
+    assert runtime.ended == [a for a, _ in runtime.registered], "nothing is half pinned"
+    runtime.left = 3
+    again = arena.allocate(2 * memory.PAGE + 1)
+    pinned = [a for a, _ in runtime.registered[2:]]
+    assert pinned == [again.data_ptr() + i * memory.PAGE for i in range(3)]
+    assert whole.data_ptr() not in pinned
+    del arena
+    assert sorted(runtime.ended[2:]) == sorted(pinned), "registrations end with the arena"
+
+
+def test_the_control_group_counts(monkeypatch) -> None:
+    have = memory.available()
+    assert 0 < have <= int(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture
+def two_nodes(tmp_path, monkeypatch):
+    for n, cpus in ((0, "0-1"), (1, "2,3,100-101")):
+        folder = tmp_path / f"devices/system/node/node{n}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus + "\n")
+    device = tmp_path / "bus/pci/devices/0000:4c:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    monkeypatch.setattr(numa, "SYS", tmp_path)
+    monkeypatch.setattr(numa, "_warned", False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: type("P", (), dict(
+        pci_domain_id=0, pci_bus_id=0x4C, pci_device_id=0)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    return device / "numa_node"
+
+
+def test_the_gpus_node(two_nodes, caplog) -> None:
+    assert numa.nodes() == {0: frozenset({0, 1}), 1: frozenset({2, 3, 100, 101})}
+    gpu = torch.device("cuda", 0)
+    assert numa.node_of(gpu) == 1
+    assert numa.cpus_near(1) == [2, 3]
+    assert numa.cpus_near(None) == [0, 1, 2, 3]
+    assert numa.node_of(torch.device("cpu")) is None
+    with caplog.at_level("WARNING"):
+        for unreadable in ("-1\n", "seven\n", None):
+            two_nodes.unlink() if unreadable is None else two_nodes.write_text(unreadable)
+            assert numa.node_of(gpu) is None
+    assert caplog.text.count("not bound to a node") == 1
+
+
+def test_memory_that_cannot_be_placed_is_used_as_it_is(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(numa, "_warned", False)
+    arena = memory.Arena(pin=False, node=900)  # no such node
+    with caplog.at_level("WARNING"):
+        a = arena.allocate(100)
+        arena.allocate(100)
+    assert a.fill_(1).sum() == 100
+    assert caplog.text.count("cannot be placed") == 1
+
+
+def test_memory_is_placed(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(numa, "_warned", False)
+    node = next(iter(numa.nodes()), None)
+    with caplog.at_level("WARNING"):
+        assert memory.Arena(pin=False, node=node).allocate(100).sum() == 0
