@@ -174,12 +174,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.save_for_backward(x, weight, cos, sin, output[1])
 
 
-def _autograd(backward_op: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
+def _autograd(backward_op: Any) -> Callable[..., tuple[Any, ...]]:
     def formula(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         if grads[0] is None:
             return (None,) * 7
         x, weight, cos, sin, rstd = ctx.saved_tensors
-        dx, dweight = backward_op()(grads[0], x, weight, cos, sin, rstd, ctx.heads, ctx.eps)
+        dx, dweight = backward_op(grads[0], x, weight, cos, sin, rstd, ctx.heads, ctx.eps)
         return dx, dweight if weight is not None else None, None, None, None, None, None
 
     return formula
@@ -197,7 +197,7 @@ def register_all() -> None:
         forward_op.register_fake(_fake_forward)
         backward_op.register_fake(_fake_backward)
         handle = getattr(torch.ops.graphopt, f"{_name(engine)}_backward").default
-        forward_op.register_autograd(_autograd(lambda handle=handle: handle), setup_context=_setup_context)
+        forward_op.register_autograd(_autograd(handle), setup_context=_setup_context)
 
 
 register_all()

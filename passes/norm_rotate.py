@@ -188,8 +188,9 @@ def table_of(piece: Any, index: tuple[Any, ...]) -> Node | None:
         return None
     table: Any = piece.args[0]
     v = ops_view.value(table)
-    usable = v is not None and v.dim() == 4 and not v.requires_grad and v.dtype in DTYPES
-    return table if usable and ops_view.same_size(v.shape[0], 1) and ops_view.same_size(v.shape[2], 1) else None
+    if v is None or v.dim() != 4 or v.requires_grad or v.dtype not in DTYPES:
+        return None
+    return table if ops_view.same_size(v.shape[0], 1) and ops_view.same_size(v.shape[2], 1) else None
 
 
 def unsafe(found: Found, facts: Facts) -> bool:
@@ -203,7 +204,8 @@ def unsafe(found: Found, facts: Facts) -> bool:
     if result is None or result.dtype not in DTYPES or x is None or cos is None or sin is None:
         return True
     d = result.shape[-1]
-    fits = all(ops_view.same_size(t.shape[1], x.shape[1]) and ops_view.same_size(t.shape[3], d) for t in (cos, sin))
+    N = x.shape[1]
+    fits = all(ops_view.same_size(t.shape[1], N) and ops_view.same_size(t.shape[3], d) for t in (cos, sin))
     index = [facts.index[n] for n in found.core]
     if not fits or len({facts.region[n] for n in found.core}) > 1:
         return True
