@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from graphopt.codegen import store
+from graphopt.codegen.compiler import Unit
 from graphopt.codegen.emit_base import HEADER, TL
 
 TILE = 2048  # elements of one step of a program
@@ -98,6 +99,13 @@ def emit(spec: ColumnSums) -> str:
         f"    tl.store(PARTIAL + part.to(tl.int64) * {N} + c, tl.sum(total, 0){column})",
     ]
     return HEADER + "\n".join(lines) + "\n"
+
+
+def unit(spec: ColumnSums) -> Unit:
+    """The kernel as the compiler needs it."""
+    pointers = [(f"IN{i}", dtype) for i, (_, dtype) in enumerate(spec.inputs)]
+    pointers += [("OUT", spec.dtype), ("PARTIAL", torch.float32)]
+    return Unit("column_sums", spec.N, emit(spec), tuple(pointers), (), WARPS)
 
 
 @cache

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphopt.codegen.compiler import Unit
 from graphopt.codegen.configure import RING_BYTES, cut, ring_limit
 from graphopt.codegen.emit_base import HEADER, TL
 
@@ -71,6 +72,14 @@ class Rotary:
 def emit(spec: Rotary) -> str:
     """The source of one kernel."""
     return _forward(spec) if spec.direction == "forward" else _backward(spec)
+
+
+def unit(spec: Rotary, table: torch.dtype, weight: torch.dtype) -> Unit:
+    """The kernel as the compiler needs it; dtypes of the tables and of the weight."""
+    dtypes = {"X": spec.x_dtype, "DX": spec.x_dtype, "Y": spec.y_dtype, "DY": spec.y_dtype, "COS": table, "SIN": table,
+              "WEIGHT": weight, "RSTD": torch.float32, "PARTIAL": torch.float32}
+    strides = ("x_row", "dy_b", "dy_n", "dy_h", "cos_n", "sin_n")
+    return Unit(spec.function, spec.D, emit(spec), tuple(dtypes.items()), strides, spec.warps)
 
 
 class _Lines:

@@ -22,10 +22,11 @@ import torch
 from torch import fx
 
 from graphopt import _compat_launch
-from graphopt.codegen import column_sums, kernels
+from graphopt.codegen import column_sums, compiler, kernels
 from graphopt.codegen.column_sums import ColumnSums
 from graphopt.codegen.emit_base import TL
 from graphopt.codegen.emit_sums import tile
+from graphopt.errors import CodegenError
 from graphopt.passes.freeing_order import MATMULS, VIEWS
 from graphopt.passes.gradient_addends import dense, is_in_memory
 
@@ -109,7 +110,14 @@ def fold(graph: fx.Graph, multiprocessors: int | None = None, smallest: int = SM
         found = plan(node, smallest)
         if found is None:
             continue
-        sms = multiprocessors or kernels.multiprocessors(node.meta["val"].device)
+        device = node.meta["val"].device
+        sms = multiprocessors or kernels.multiprocessors(device)
+        if device.type == "cuda":
+            try:
+                compiler.compiled(column_sums.unit(found[1]), kernels.target_of(device))
+            except CodegenError as error:
+                log.warning("graphopt: a gradient of a bias is left to Inductor: %s", error.what)
+                continue
         rewrite(graph, node, *found, sms)
         taken += 1
     if taken:

@@ -24,9 +24,10 @@ import torch
 from torch import fx
 
 from graphopt import _compat, _compat_launch
-from graphopt.codegen import kernels, tuned
+from graphopt.codegen import kernels, readiness, tuned
 from graphopt.codegen.configure import one_pass
 from graphopt.codegen.spec import MAX_ADDENDS, KernelSpec, addend
+from graphopt.errors import CodegenError
 from graphopt.passes.freeing_order import MATMULS, VIEWS
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def fold(graph: fx.Graph) -> int:
             continue
         folds = [f for g in gradients(spec) if (f := plan(g, launch.tensors.get(g.upper()), spec)) is not None]
         wider = with_addends(spec, folds)
-        if not folds or not one_pass(wider):
+        if not folds or not one_pass(wider) or not compiles(wider, launch):
             continue
         rewrite(graph, node, wider, folds)
         folded += len(folds)
@@ -59,6 +60,19 @@ def fold(graph: fx.Graph) -> int:
         log.info("graphopt: %d sums of gradients folded into the kernels that read them", folded)
         graph.eliminate_dead_code()
     return folded
+
+
+def compiles(spec: KernelSpec, launch: _compat_launch.Launch) -> bool:
+    """Does the wider kernel compile?  (Asked where there is a GPU; a warning says so if not.)"""
+    device = next(iter(launch.tensors.values())).meta["val"].device
+    if device.type != "cuda":
+        return True
+    try:
+        readiness.compile_for(spec, spec.target)
+    except CodegenError as error:
+        log.warning("graphopt: a sum of gradients is left to Inductor: %s", error.what)
+        return False
+    return True
 
 
 def gradients(spec: KernelSpec) -> list[str]:

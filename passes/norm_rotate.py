@@ -23,10 +23,12 @@ from torch import fx
 from torch.fx import Node
 
 from graphopt import _compat
-from graphopt.codegen import rotary_operators
+from graphopt.codegen import compiler, rotary_operators
 from graphopt.codegen.operators import has_triton
 from graphopt.codegen.readiness import local_target
-from graphopt.codegen.rotary import MAX_D
+from graphopt.codegen.rotary import MAX_D, Rotary
+from graphopt.codegen.rotary import unit as rotary_unit
+from graphopt.errors import CodegenError
 from graphopt.passes import ops_view, source
 from graphopt.passes.facts import Facts, gather
 from graphopt.passes.pipeline import PassContext, nested
@@ -81,7 +83,7 @@ class NormRotate:
             if found is None or unsafe(found, facts):
                 continue
             engine = engine_for(found, context)
-            if engine is None:
+            if engine is None or (engine == "triton" and not self.builds(found, context, record)):
                 continue
             record.sites.append(site(found))
             put(g.graph, found, engine)
@@ -89,6 +91,32 @@ class NormRotate:
         if changed:
             g.graph.lint()
             g.recompile()
+
+    def builds(self, found: Found, context: PassContext, record: PassRecord) -> bool:
+        """Do both kernels compile?  If not: one warning, or the error."""
+        target = context.target or local_target()
+        try:
+            for unit in units(found, target):
+                compiler.compiled(unit, target)
+        except CodegenError as error:
+            if context.on_error == "raise":
+                raise
+            place = source.where(found.norm) or found.norm.name
+            context.warn(f"{source.fqn(found.norm)} ({place}): {error.what}; the site is left to Inductor")
+            record.dropped.append(found.result.name)
+            return False
+        return True
+
+
+def units(found: Found, target: str) -> list[compiler.Unit]:
+    """The kernels of a site, for a compiler that need not run on its GPU."""
+    x, y, cos = (ops_view.value(n) for n in (found.x, found.result, found.cos))
+    weight = ops_view.value(found.weight)
+    if x is None or y is None or cos is None:
+        raise ValueError("a rotary embedding without known operands")
+    specs = [Rotary(d, found.heads, x.shape[-1] // found.heads, found.eps, weight is not None, x.dtype, y.dtype, target)
+             for d in (("forward", "backward") if y.requires_grad else ("forward",))]
+    return [rotary_unit(s, cos.dtype, torch.float32 if weight is None else weight.dtype) for s in specs]
 
 
 def match(norm: Node) -> Found | None:
