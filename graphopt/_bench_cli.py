@@ -135,7 +135,7 @@ def bench(
     A newer run replaces the rows it measured and keeps the rest.  Exit codes: the script's, 130 after Ctrl-C.  What a
     script takes: graphopt bench step -- --help
 
-    Example: graphopt bench step --layers 2
+    Example: graphopt bench step --models wan-1.3b
     """
     if not (name or everything):
         typer.echo(table())
