@@ -81,7 +81,7 @@ def rewrite(
         select=config.select,
         numerics=config.numerics,
         on_error=config.on_error,
-        disable=config.disable,
+        experimental=tuple(n for n in config.experimental if n not in config.disable),
         target=target,
         inputs=verifiable(gm, warn) if config.verify else None,
         warn=warn,
@@ -120,7 +120,8 @@ def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Sit
     read or make them (numerics="fp32": eager rounds each addition), and matmuls put into the order that frees early."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
-    late = [m for m in (gradient_addends, column_sums) if config.numerics == "fp32" and _name(m) not in config.disable]
+    wanted = {"gradient_addends", *config.experimental} - {*config.disable} if config.numerics == "fp32" else set()
+    late = [m for m in (gradient_addends, column_sums) if _name(m) in wanted]
 
     def change(graph: fx.Graph) -> None:
         for module in late:

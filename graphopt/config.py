@@ -32,6 +32,7 @@ class Config:
 
     rules: names of rules or families that run; None: every rule that keeps the maths.
     disable: names that do not run, whatever `rules` says.
+    experimental: passes that run only when asked for: "norm_rotate", "column_sums" (docs/kernels.md).
     select: "profitable" leaves a site to Inductor where it is predicted to be faster there, "all" rewrites every one.
     numerics: "fp32" rounds once at the end of a site, "eager" after each op of the source.
     on_error: "fallback" leaves a site alone when something about it fails, "raise" raises.
@@ -43,6 +44,7 @@ class Config:
 
     rules: tuple[str, ...] | None = None
     disable: tuple[str, ...] = ()
+    experimental: tuple[str, ...] = ()
     select: str = "profitable"
     numerics: str = "fp32"
     on_error: str = "fallback"
@@ -114,13 +116,13 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
             )
         if key == "verify" and not isinstance(value, bool):
             raise ConfigError(f"option {prefix + key!r} is {value!r}", remedy="use True or False")
-        if key in ("rules", "disable"):
+        if key in ("rules", "disable", "experimental"):
             if value is not None:
                 if isinstance(value, str) or not all(isinstance(v, str) for v in value):
                     raise ConfigError(f"option {prefix + key!r} is {value!r}", remedy="give a list of names")
                 value = tuple(value)
                 _check_rules(prefix + key, value)
-            elif key == "disable":
+            elif key != "rules":
                 value = ()
         if key == "mode" and value is not None and value not in _compat.inductor_mode_names():
             raise ConfigError(f"unknown mode {value!r}", remedy=_nearest(str(value), _compat.inductor_mode_names()))
@@ -129,7 +131,11 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
 
 
 def _check_rules(option: str, names: tuple[str, ...]) -> None:
-    known = catalogue.names() | (frozenset() if option.endswith("rules") else catalogue.LATE)
+    known = catalogue.names()
+    if option.endswith("experimental"):
+        known = catalogue.EXPERIMENTAL
+    elif not option.endswith("rules"):
+        known |= catalogue.PASSES
     for name in names:
         if name not in known:
             remedy = _nearest(name, sorted(known))

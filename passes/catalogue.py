@@ -31,8 +31,9 @@ RULES: tuple[Rule, ...] = (
     gate_residual.RULE,
 )
 
-# passes that are no rules, but switched off like one; the last two run after Inductor took the graphs over
-LATE = frozenset({"norm_rotate", "gradient_addends", "column_sums"})
+# passes that run only when asked for, and all that are no rules but switched off like one
+EXPERIMENTAL = frozenset({"norm_rotate", "column_sums"})
+PASSES = EXPERIMENTAL | {"gradient_addends"}
 
 
 def every() -> tuple[Rule, ...]:

@@ -66,7 +66,7 @@ class NormRotate:
         """See Pass."""
         graphs = nested(gm)
         record = PassRecord(self.name, sum(len(g.graph.nodes) for g in graphs))
-        if context.numerics == "fp32" and self.name not in context.disable:
+        if context.numerics == "fp32" and self.name in context.experimental:
             for g in graphs:
                 self.one(g, context, record)
         record.nodes_after = sum(len(g.graph.nodes) for g in graphs)

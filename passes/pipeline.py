@@ -23,15 +23,16 @@ from graphopt.passes.rule import Rule
 class PassContext:
     """What passes may depend on beside the graph.
 
-    `disable` names passes that do nothing.  `target` compiles for a GPU that need not be here ("sm90"); None takes the
-    device of the example values.  `inputs` are the graph's real inputs when sites are to be verified, else None.
+    `experimental` names passes that would do nothing otherwise.  `target` compiles for a GPU that need not be here
+    ("sm90"); None takes the device of the example values.  `inputs` are the graph's real inputs when sites are to be
+    verified, else None.
     """
 
     rules: tuple[Rule, ...]
     select: str = "profitable"
     numerics: str = "fp32"
     on_error: str = "fallback"
-    disable: tuple[str, ...] = ()
+    experimental: tuple[str, ...] = ()
     target: str | None = None
     inputs: list[Any] | None = field(default=None, compare=False)
     warn: Callable[[str], None] = field(default=lambda message: None, compare=False)

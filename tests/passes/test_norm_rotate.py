@@ -9,7 +9,7 @@ from torch import fx
 
 import graphopt
 
-OPTIONS = {"graphopt.select": "all", "graphopt.compiler": "aot_eager"}
+OPTIONS = {"graphopt.select": "all", "graphopt.compiler": "aot_eager", "graphopt.experimental": ["norm_rotate"]}
 
 
 def rotate(hidden, cos_table, sin_table):
@@ -113,6 +113,12 @@ def test_it_can_be_switched_off(monkeypatch) -> None:
     monkeypatch.setenv("GRAPHOPT_DISABLE", "norm_rotate")
     f = compiled(Queries())
     f(*args)
+    assert graphopt.report(f).count("rotary") == 0
+
+
+def test_it_runs_only_when_asked_for() -> None:
+    f = compiled(Queries(), **{"graphopt.experimental": []})
+    f(*operands())
     assert graphopt.report(f).count("rotary") == 0
 
 
