@@ -3,7 +3,7 @@
     python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--functions F1,F2,F2a,F3] [--warm I/N] [--out FOLDER]
                  [--systems graphopt,graphopt_two_pass,inductor,inductor_max_autotune,inductor_mix_order,liger,eager]
     python benchmarks/adaln.py --tune [--cases ...] [--seconds 200]      (adaln_tune.py: a table for this GPU)
-    python benchmarks/adaln.py --fit | --judge | --plot FILE.svg         (on results that are there: adaln_results.py)
+    python benchmarks/adaln.py --fit | --judge                           (on results that are there: adaln_results.py)
 
 Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
 copy bandwidth) over graphopt's time.  Functions are those of adaln_functions.py.  `inductor_max_autotune` adds
@@ -154,7 +154,6 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="search this GPU's configurations (adaln_tune.py)")
     parser.add_argument("--fit", action="store_true", help="write the cost model's data from the results")
     parser.add_argument("--judge", action="store_true", help="how often the cost model decides right on the results")
-    parser.add_argument("--plot", type=Path, help="draw the results")
     parser.add_argument("--out", type=Path, help="folder of the results")
     args, rest = parser.parse_known_args()
     if args.tune:
@@ -164,7 +163,7 @@ def main() -> None:
         return
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
-    if args.fit or args.judge or args.plot:
+    if args.fit or args.judge:
         import adaln_results
 
         adaln_results.main(args)

@@ -1,8 +1,7 @@
-"""What the results of benchmarks/adaln.py say: the cost model's data, how well it decides, and plots.
+"""What the results of benchmarks/adaln.py say: the cost model's data, and how well it decides.
 
     python benchmarks/adaln.py --fit                 writes schedule/data/site_cost.json
     python benchmarks/adaln.py --judge               share of right decisions, each row left out of the fit in turn
-    python benchmarks/adaln.py --plot adaln.svg      share of the copy bandwidth and speed-up, per function and shape
 
 `--out` names the folder of adaln.json (default: results/<machine>).
 """
@@ -120,40 +119,6 @@ def compact(text: str) -> str:
     return re.sub(r"\[\s+([-\d.e]+),\s+([-\d.e]+),\s+([-\d.e]+)\s+\]", r"[\1, \2, \3]", text)
 
 
-def plot(data: dict[str, Any], path: Path) -> None:
-    """Share of the copy bandwidth (left) and Inductor's time over ours (right), forward and backward."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    codes = [c for c in ("F1", "F2", "F2a", "F3") if any(r["kernel"] == c for r in data["rows"])]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True)
-    for j, direction in enumerate(("forward", "backward")):
-        for code in codes:
-            f = FUNCTIONS[code]
-            rows = [r for r in data["rows"] if (r["kernel"], r["form"], r["direction"]) == (f.kernel, f.form, direction)
-                    and "roofline" in r]
-            rows.sort(key=lambda r: r["shape"][0] * r["shape"][1] * r["shape"][2])
-            size = [2e-6 * r["shape"][0] * r["shape"][1] * r["shape"][2] for r in rows]
-            axes[0, j].plot(size, [r["roofline"] for r in rows], "o-", label=code)
-            both = [(s, r["us"]) for s, r in zip(size, rows) if r["us"].get("inductor")]
-            faster = [us["inductor"] / us["graphopt"] for _, us in both]
-            axes[1, j].plot([s for s, _ in both], faster, "o-", label=code)
-        axes[0, j].set_title(direction)
-        axes[1, j].axhline(1.0, color="grey", linewidth=0.8)
-        axes[1, j].set_xlabel("MB of one activation")
-        for row in axes:
-            row[j].set_xscale("log")
-            row[j].grid(alpha=0.3)
-    axes[0, 0].set_ylabel("share of the 2.1 GB copy bandwidth")
-    axes[1, 0].set_ylabel("Inductor (mix-order off) time / graphopt time")
-    axes[0, 0].legend()
-    figure.suptitle(f"{data['machine']}, torch {data['torch']}, commit {data['commit']}")
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main(args: argparse.Namespace) -> None:
     """Do what the command line says with the results of a folder."""
     data = load(args.out)
@@ -161,5 +126,3 @@ def main(args: argparse.Namespace) -> None:
         write_fit(data)
     if args.judge:
         report(steps(data["rows"]))
-    if args.plot:
-        plot(data, args.plot)
