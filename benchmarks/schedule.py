@@ -1,4 +1,4 @@
-"""The planner's bars: `python benchmarks/schedule.py [simulate] [paper] [speed] [cost]` (all by default).
+"""The planner's bars: `python benchmarks/schedule.py [simulate] [capped] [paper] [speed] [cost]` (all by default).
 
 Writes benchmarks/results/<machine>/schedule.json; rows that were measured again are replaced, others kept.
 `--machine` names the machine.  Needs no GPU: rows of `simulate` and `paper` carry `"simulated": true`.
@@ -149,6 +149,25 @@ def simulated() -> list[dict]:
     return rows
 
 
+def capped() -> list[dict]:
+    """Data C at 2, 8 and 64 ranks: many videos are about as long as the cap: steps alike cannot be level at tau 1.3."""
+    rows = []
+    for ranks, count in ((2, 16_000), (8, 30_000), (64, 60_000)):
+        samples = data.data_c(count)
+        designs = [
+            ("equal_token", None, "2 microbatches", {"microbatches": 2}),
+            ("step_balanced", 1.3, "steps alike", {"tau": 1.3, "uneven": False}),
+            ("step_balanced", 1.3, "step", {"tau": 1.3}),
+            ("step_balanced", 2.0, "step", {"tau": 2.0}),
+        ]
+        for policy, tau, mode, options in designs:
+            plan = plan_batches(samples, data.WAN_14B, ranks=ranks, m_mem=data.CAP_C, policy=policy, **options)
+            predicted = plan.manifest["predicted"]
+            rows.append(row(simulate(plan, data.WAN_14B, noise=NOISE), "C", tau, mode,
+                            imbalance=predicted["imbalance_mean"]))  # fmt: skip
+    return rows
+
+
 def paper() -> list[dict]:
     """The published regime: six figures, then the default policy on the same data."""
     samples, cost = data.paper_regime(), data.PAPER_COST
@@ -263,7 +282,7 @@ def speed(counts: tuple[int, ...]) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help="simulate, paper, speed, cost")
+    parser.add_argument("parts", nargs="*", help="simulate, capped, paper, speed, cost")
     parser.add_argument("--machine", default="cpu2")
     parser.add_argument("--rows", type=int, nargs="*", default=[1_000_000, 3_000_000, 10_000_000])
     parser.add_argument("--models", nargs="*")
@@ -272,10 +291,12 @@ def main() -> None:
     if o.one:
         planning(*o.one)
         return
-    parts = o.parts or ["simulate", "paper", "speed", "cost"]
+    parts = o.parts or ["simulate", "capped", "paper", "speed", "cost"]
     rows: list[dict] = []
     if "simulate" in parts:
         rows += simulated()
+    if "capped" in parts:
+        rows += capped()
     if "paper" in parts:
         rows += paper()
     if "speed" in parts:

@@ -14,6 +14,7 @@ off by more than 1e-6 (fp32).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import torch.fx.experimental._config
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+import _results  # noqa: E402
 from schedule_shape import start  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
@@ -44,16 +46,20 @@ def build(device: torch.device, layers: int, width: int, text_dim: int, system: 
             in_channels=16, out_channels=16, text_dim=text_dim,
         )  # fmt: skip
     if system != "eager":
-        options = {"graphopt.select": "all"} | ({"graphopt.compiler": system} if system != "graphopt" else {})
+        compiler = {"graphopt": "inductor", "rewritten": "eager"}.get(system, system)
+        options = {"graphopt.select": "all", "graphopt.compiler": compiler}
         for block in model.blocks:
             block.compile(backend="graphopt", dynamic=True, options=options)
     return model
 
 
-def microbatches(counts: list[int], step: int) -> list[list[MicrobatchInfo]]:
+def microbatches(counts: list[int], step: int, batches: list[int]) -> list[list[MicrobatchInfo]]:
     """Each rank's microbatches of a step, all of different sizes."""
-    shapes = [[Shape(1 + (r + k + step) % 2, 1 + (r + k) % 3, 2 + k % 3, 3 + (r + step) % 2, 16) for k in range(n)]
-              for r, n in enumerate(counts)]  # fmt: skip
+    shapes = [
+        [Shape(batches[(r + k + step) % len(batches)], 1 + (r + k) % 3, 2 + k % 3, 3 + (r + step) % 2, 16)
+         for k in range(n)]
+        for r, n in enumerate(counts)
+    ]  # fmt: skip
     total = sum(s.B * s.S for row in shapes for s in row)
     return [
         [MicrobatchInfo(0, step, step, k, len(row), len(counts) / total, s, s.B * s.S, (r, k), "step", 0.0, None)
@@ -79,54 +85,58 @@ def whole(p: torch.Tensor | None) -> torch.Tensor:
 
 def gradients(device: torch.device, o: argparse.Namespace) -> list[dict]:
     """Every case's largest relative error over parameters and steps."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     rows = []
-    for wrap in ("fsdp2", "ddp"):
-        for pair in ((1, 3), (2, 5)):
-            counts = [pair[r % 2] for r in range(ranks)]
-            for precision in ("fp32", "bf16"):
-                if wrap == "ddp" and precision == "bf16":
-                    continue
-                dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-                torch._dynamo.reset()
-                model = build(device, 2, o.small, o.text_dim, o.system)
-                alone = build(device, 2, o.small, o.text_dim, o.system)
-                if precision == "bf16":
-                    alone = alone.to(torch.bfloat16)
-                if wrap == "ddp":
-                    model = torch.nn.parallel.DistributedDataParallel(model)
-                else:
-                    policy = MixedPrecisionPolicy(
-                        **({} if precision == "fp32" else {"param_dtype": dtype, "reduce_dtype": torch.float32})
-                    )
-                    for block in model.blocks:
-                        fully_shard(block, mp_policy=policy)
-                    fully_shard(model, mp_policy=policy)
-                worst, where = 0.0, ""
-                for step in range(2):
-                    todo = microbatches(counts, step)
-                    for mb in todo[rank]:
-                        with graphopt.accumulate(model, mb):
-                            (loss_sum(model, mb, device, dtype, o.text_dim) * mb.loss_scale).backward()
-                    sums: dict[str, torch.Tensor] = {}
-                    for row in todo:
-                        for mb in row:
-                            (loss_sum(alone, mb, device, dtype, o.text_dim) * mb.loss_scale / ranks).backward()
-                            for n, p in alone.named_parameters():
-                                sums[n] = sums.get(n, 0) + p.grad.float()
-                            alone.zero_grad()
-                    for n, p in model.named_parameters():
-                        got, expected = whole(p.grad).float(), sums[n.removeprefix("module.")]
-                        error = ((got - expected).norm() / expected.norm().clamp_min(1e-12)).item()
-                        if error > worst:
-                            worst, where = error, n
-                    model.zero_grad()
-                rows.append({"check": "grads", "data": f"{pair[0]} and {pair[1]} microbatches", "ranks": ranks,
+    cases = [c.split(":") for c in o.cases.split()]
+    for precision in dict.fromkeys(p for _, p, _ in cases):
+        torch._dynamo.reset()
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        alone = build(device, o.depth, o.small, o.text_dim, o.system).to(dtype)
+        for wrap in dict.fromkeys(w for w, p, _ in cases if p == precision):
+            model = wrapped(build(device, o.depth, o.small, o.text_dim, o.system), wrap, dtype)
+            for pair in (c for w, p, c in cases if (w, p) == (wrap, precision)):
+                a, b = (int(x) for x in pair.split(","))
+                counts = [(a, b)[r % 2] for r in range(dist.get_world_size())]
+                worst, where = compare(model, alone, counts, dtype, device, o)
+                rows.append({"check": "grads", "data": f"{a} and {b} microbatches", "ranks": len(counts),
                              "mode": f"{wrap} {precision}", "system": o.system, "error": worst, "parameter": where,
                              "simulated": False})  # fmt: skip
-                if rank == 0:
+                if dist.get_rank() == 0:
                     print(rows[-1], flush=True)
     return rows
+
+
+def wrapped(model: torch.nn.Module, wrap: str, dtype: torch.dtype) -> torch.nn.Module:
+    """In DDP, or sharded by FSDP2, computing in dtype and reducing in fp32."""
+    if wrap == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    mixed = {} if dtype == torch.float32 else {"param_dtype": dtype, "reduce_dtype": torch.float32}
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(**mixed))
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(**mixed))
+
+
+def compare(model: torch.nn.Module, alone: torch.nn.Module, counts: list[int], dtype: torch.dtype,
+            device: torch.device, o: argparse.Namespace) -> tuple[float, str]:
+    """The largest relative error over parameters and steps, and its parameter."""
+    rank, worst, where = dist.get_rank(), 0.0, ""
+    for step in range(o.steps):
+        todo = microbatches(counts, step, o.batches)
+        for mb in todo[rank]:
+            with graphopt.accumulate(model, mb):
+                (loss_sum(model, mb, device, dtype, o.text_dim) * mb.loss_scale).backward()
+        sums: dict[str, torch.Tensor] = {}
+        for mb in (mb for row in todo for mb in row):
+            (loss_sum(alone, mb, device, dtype, o.text_dim) * mb.loss_scale / len(counts)).backward()
+            for n, p in alone.named_parameters():
+                sums[n] = sums.get(n, 0) + p.grad.float()
+            alone.zero_grad()
+        for n, p in model.named_parameters():
+            got, expected = whole(p.grad).float(), sums[n.removeprefix("module.")]
+            error = ((got - expected).norm() / expected.norm()).item()
+            if not error <= worst:  # NaN too
+                worst, where = error, n
+        model.zero_grad()
+    return worst, where
 
 
 def memory(device: torch.device, o: argparse.Namespace) -> list[dict]:
@@ -161,23 +171,44 @@ def memory(device: torch.device, o: argparse.Namespace) -> list[dict]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--machine", default="h200")
-    p.add_argument("--system", default="graphopt", help="graphopt, aot_eager (graphopt without Inductor), eager")
+    p.add_argument("--machine", help="name of the results' folder, e.g. h200x2; made from the device by default")
+    p.add_argument("--system", default="graphopt", choices=["graphopt", "aot_eager", "rewritten", "eager"],
+                   help="with Inductor, with aot_eager, graphopt's graph as it is, not compiled")  # fmt: skip
+    p.add_argument("--cases", default="fsdp2:fp32:1,3 fsdp2:fp32:2,5 ddp:fp32:1,3 ddp:fp32:2,5 fsdp2:bf16:1,3 "
+                   "fsdp2:bf16:2,5", help="wrapper:precision:microbatches of even and odd ranks")  # fmt: skip
+    p.add_argument("--quick", action="store_true", help="one block, one step")
+    p.add_argument("--batches", default="1,2", help="B of the microbatches, each a graph or two")
     p.add_argument("--small", type=int, default=256, help="width of the model of the gradient check")
     p.add_argument("--text-dim", type=int, default=256)
     p.add_argument("--layers", type=int, default=12, help="of the memory check")
+    p.add_argument("--checks", default="grads,memory", help="memory: on GPUs only")
     p.add_argument("--out", type=Path)
     o = p.parse_args()
+    o.depth, o.steps = (1, 1) if o.quick else (2, 2)
+    o.batches = [int(b) for b in o.batches.split(",")]
     torch.fx.experimental._config.use_duck_shape = False
+    torch._dynamo.config.specialize_float = True  # eps as a symbol makes torch compile everything twice
+    # The same products on every rank and alone: differences are then of adding up in another order.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
     device = start()
-    rows = gradients(device, o)
-    if device.type == "cuda":
-        rows += memory(device, o)
-    worst = max(r["error"] for r in rows if r.get("mode", "").endswith("fp32"))
-    if dist.get_rank() == 0:
+    ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    o.machine = o.machine or _results.machine() + (f"x{ranks}" if device.type == "cuda" and ranks > 1 else "")
+    rows = gradients(device, o) if "grads" in o.checks else []
+    worst = max((r["error"] for r in rows if r["mode"].endswith("fp32")), default=0.0)
+    if first and rows:
         print(schedule.save(rows, o.machine, folder=o.out), f"worst fp32 error {worst:.2e}", flush=True)
+    if device.type == "cuda" and "memory" in o.checks:
+        more = memory(device, o)
+        if first:
+            print(schedule.save(more, o.machine, folder=o.out), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
-    sys.exit(worst > 1e-6)
+    sys.stdout.flush()
+    code = int(not worst <= 1e-6)
+    if device.type == "cpu":
+        os._exit(code)  # all is written; torch's threads sometimes abort the process when the interpreter ends
+    sys.exit(code)
 
 
 if __name__ == "__main__":

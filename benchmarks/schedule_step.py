@@ -1,185 +1,143 @@
 """Policies in a real training loop, predicted beside measured, on any number of ranks:
 
-    torchrun --nproc-per-node=N benchmarks/schedule_step.py --machine h200
+    torchrun --nproc-per-node=N benchmarks/schedule_step.py
 
 A Wan-shaped DiT (diffusers' class, 1.3B widths, a few layers), FSDP2, mixed precision, blocks compiled by graphopt, on
-data C (data A capped at 32,760 tokens; `--cap 97200 --checkpoint` for data A).  On the spot: shape benchmark, fit,
-plans of every policy with the same global batch, some steps of each.  Per policy: tokens/s, spread of step times and
-loads, the mean busy time over ranks (their microbatches again, collectives off) over the wall time of the slowest, mean
-error of the predicted step times, graphs compiled.  The plan of each policy is also simulated, here and for
-`--plan-ranks`.
+data C (data A capped at 32,760 tokens; `--cap 97200 --checkpoint` for data A).  On the spot: shape benchmark
+(collectives off, behind a filled queue), fit, plans of every policy with the same global batch, some steps of each.
+Nothing in the loop waits for the GPU; times are the device's.  Per policy: tokens/s, spread of step times and loads,
+the mean busy time over ranks (their microbatches again, collectives off) over the wall time of the slowest, mean error
+of the predicted step times, graphs compiled (torch counts each that it begins; `graphs_kept` are in use at the end).
+The plan of each policy is also simulated, here and for `--plan-ranks`.
 
-Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.
+`gain_over_equal_token` is of tokens/s.  `zero_bubble_gain` is what the simulator, with the fit and without noise, gives
+a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
+
+Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--compile-only` fills Inductor's caches.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
 import logging
+import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.fx.experimental._config
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+import _results  # noqa: E402
 import schedule_data as data  # noqa: E402
-from schedule_shape import compile_first, start  # noqa: E402
+from schedule_job import CAPTION, SYSTEMS, Job, every_rank  # noqa: E402
+from schedule_shape import start  # noqa: E402
 
 import graphopt  # noqa: E402
 import schedule  # noqa: E402
-from graphopt.loading.microbatch import MicrobatchInfo  # noqa: E402
 from graphopt.schedule.bench import Shape  # noqa: E402
 from graphopt.schedule.costmodel import CostFit  # noqa: E402
 from graphopt.schedule.dataset import Samples  # noqa: E402
+from graphopt.schedule.plan import Plan  # noqa: E402
 from graphopt.schedule.planner import plan_batches  # noqa: E402
 from graphopt.schedule.simulate import cv, simulate  # noqa: E402
 
-CAPTION = 512
-ROWS = 40_000
+ROWS = 16_000
 
 
 class Rows(torch.utils.data.Dataset):
     """Row numbers; latents are made on the device."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
     def __len__(self) -> int:
-        return self.rows
+        return ROWS
 
     def __getitem__(self, row: int) -> int:
         return row
 
 
-class Job:
-    """The model, its optimizer, and what a microbatch runs."""
-
-    def __init__(self, o: argparse.Namespace, device: torch.device) -> None:
-        from diffusers import WanTransformer3DModel
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        torch.fx.experimental._config.use_duck_shape = False  # a square image is no shape of its own
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = WanTransformer3DModel(
-                num_attention_heads=o.width // 128, attention_head_dim=128, ffn_dim=int(o.width * 35 / 6),
-                num_layers=o.layers, in_channels=16, out_channels=16, text_dim=o.text_dim,
-            )  # fmt: skip
-        if o.checkpoint:
-            model.enable_gradient_checkpointing()
-        for block in model.blocks if o.system != "eager" else ():
-            options = {"graphopt.select": "all"} if o.system == "graphopt_all" else {}
-            block.compile(backend="inductor" if o.system == "inductor" else "graphopt", dynamic=True,
-                          **({"options": options} if options else {}))  # fmt: skip
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
-        self.model, self.device, self.text_dim = fully_shard(model, mp_policy=policy), device, o.text_dim
-        self.opt = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-
-    def loss(self, s: Shape) -> torch.Tensor:
-        """Sum over tokens of the mean squared output."""
-        new = lambda *size: torch.randn(*size, device=self.device, dtype=torch.bfloat16)
-        x, text = new(s.B, 16, s.T, 2 * s.H, 2 * s.W), new(s.B, s.L or CAPTION, self.text_dim)
-        t = torch.full((s.B,), 500, device=self.device)
-        out = self.model(x, timestep=t, encoder_hidden_states=text, return_dict=False)[0]
-        return out.float().square().mean() * s.B * s.S
-
-    def microbatch(self, mb: MicrobatchInfo) -> None:
-        """Forward and backward of one planned microbatch, and the optimizer after the last."""
-        with graphopt.accumulate(self.model, mb):
-            (self.loss(mb.shape) * mb.loss_scale).backward()
-        if mb.last:
-            self.opt.step()
-            self.opt.zero_grad(set_to_none=True)
-
-    def alone(self, s: Shape) -> None:
-        """The same without any collective: a microbatch in the middle of a step that never ends."""
-        self.model.set_requires_gradient_sync(False)
-        self.model.set_reshard_after_forward(False)
-        self.model.set_reshard_after_backward(False)
-        (self.loss(s) / (s.B * s.S)).backward()
-
-    def clear(self) -> None:
-        """Free gradients and whole parameters."""
-        for m in self.model.modules():
-            if isinstance(m, torch.distributed.fsdp.FSDPModule):
-                m.reshard()
-        self.model.zero_grad(set_to_none=True)
-        gc.collect()
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def largest(values: list[float], device: torch.device) -> np.ndarray:
-    """Elementwise maximum over ranks."""
-    t = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(t, op=dist.ReduceOp.MAX)
-    return t.cpu().numpy()
-
-
-def mean(value: float, device: torch.device) -> float:
-    t = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(t)
-    return float(t.item()) / dist.get_world_size()
-
-
 def samples_of(o: argparse.Namespace) -> Samples:
-    """Data C (or A), its grids divided by `--shrink` for tests on a CPU."""
+    """Data C (or A) with captions, its grids divided by `--shrink` for tests on a CPU."""
     s = data.data_a(ROWS, o.seed, o.cap)
-    if o.shrink == 1:
-        return s
     table = s.shapes
     h, w = (np.maximum(1, x // o.shrink) for x in (table.h, table.w))
-    small = np.stack([table.t, h, w, table.caption], 1)
+    small = np.stack([table.t, h, w, np.full_like(h, CAPTION)], 1)
     rows, index = np.unique(small, axis=0, return_inverse=True)
     return Samples.of_shapes(index.reshape(-1)[s.shape_id], type(table).of(rows), s.where)
 
 
-def fit_here(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int) -> CostFit:
-    """Shape benchmark over the data's own shapes, collectives off, and the overhead of a step."""
+def grids_of(samples: Samples, count: int) -> list[tuple[int, int, int]]:
+    """Token grids of the data set over its whole range, smallest first, three images among them."""
     order = np.argsort(samples.shapes.tokens, kind="stable")
-    picked = order[np.unique(np.linspace(0, len(order) - 1, o.shapes).astype(int))]
+    picked = order[np.unique(np.linspace(0, len(order) - 1, count).astype(int))]
     image = order[samples.shapes.t[order] == 1]
-    picked = np.unique(np.r_[picked, image[np.linspace(0, len(image) - 1, 3).astype(int)]])
-    grids = [tuple(int(c[i]) for c in (samples.shapes.t, samples.shapes.h, samples.shapes.w)) for i in picked]
+    if len(image):
+        picked = np.unique(np.r_[picked, image[np.linspace(0, len(image) - 1, 3).astype(int)]])
+    picked = picked[np.argsort(samples.shapes.tokens[picked], kind="stable")]
+    return [tuple(int(c[i]) for c in (samples.shapes.t, samples.shapes.h, samples.shapes.w)) for i in picked]
+
+
+def compile_all(job: Job, grids: list[tuple[int, int, int]]) -> float:
+    """Both graphs of a block, B = 1 and more; seconds.  From a middling shape: what Inductor and the rules decide by
+    size then fits most tokens."""
+    begin = time.perf_counter()
+    for b in (1, 2):
+        job.alone(Shape(b, *grids[len(grids) * 2 // 3], CAPTION))
+        job.sync()
+    return time.perf_counter() - begin
+
+
+def cache_hits() -> str:
+    """How many graphs came from Inductor's and AOTAutograd's caches."""
+    c = torch._dynamo.utils.counters
+    hits = {k: v for part in ("inductor", "aot_autograd") for k, v in c[part].items() if k.endswith(("hit", "miss"))}
+    return ", ".join(f"{k} {v}" for k, v in sorted(hits.items())) or "no caches"
+
+
+def timed(job: Job, call: Callable[[int], None], times: int) -> np.ndarray:
+    """Seconds of calls one behind the other, the first third left out, float64 [ranks, calls]."""
+    job.meet()
+    marks = [job.mark()]
+    for i in range(times):
+        call(i)
+        marks.append(job.mark())
+    return every_rank(job.seconds(marks)[times // 3 :], job.device)
+
+
+def fit_here(job: Job, grids: list[tuple[int, int, int]], o: argparse.Namespace, m_mem: int):
+    """(fit with the overhead of a step, the largest host share, relative speed of each rank)."""
     shapes = [Shape(b, *g, CAPTION) for g in grids for b in (1, 2, 4, 8) if b == 1 or b * np.prod(g) <= m_mem / 2]
-    seconds = compile_first(job.alone, grids, (1, 2))
-    if dist.get_rank() == 0:
-        print(f"first calls and compilation: {seconds:.0f} s", flush=True)
     runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, warmup=3, device=job.device, reset=job.clear,
-                                    progress=False, path=o.out / "schedule_step_runs.json" if o.out else None,
-                                    key={"layers": o.layers, "system": o.system})  # fmt: skip
-    job.clear()
+                                    progress=False, queued=True, key={"layers": o.layers, "system": o.system},
+                                    path=o.out / "schedule_step_runs.json" if o.out else None)  # fmt: skip
     fit = graphopt.fit_cost(runs, refuse=False)
-    # A step of one small microbatch, less that microbatch: gather, reduce, optimizer.
-    small = Shape(1, *min(grids, key=np.prod), CAPTION)
-    times = []
-    for i in range(8):
-        job.sync()
-        dist.barrier()
-        begin = time.perf_counter()
-        info = MicrobatchInfo(0, i, i, 0, 1, 1.0, small, small.S, (0,), "step", 0.0, None, iteration=-1)
-        job.microbatch(info)
-        job.sync()
-        times.append(time.perf_counter() - begin)
-    whole = float(np.median(largest(times, job.device)[3:]))
-    alone = next(r["seconds"] for r in runs.rows if (r["B"], r["T"], r["H"], r["W"]) == small[:4])
-    return CostFit(**{**fit.__dict__, "step_overhead_s": max(0.0, whole - alone)})
+    ok = [r for r in runs.rows if r["status"] == "ok"]
+    host = max((r["host_s"] for r in ok if "host_s" in r), default=0.0)
+    # How fast each rank is, on work it does at full power.
+    long = max((r for r in ok if r["B"] == 1), key=lambda r: r["S"])
+    long = Shape(*(long[d] for d in "BTHWL"))
+    took = np.median(timed(job, lambda i: job.alone(long), o.speed_calls), 1)
+    speeds = took.max() / took
+    # A step of one microbatch, less that microbatch: gather, reduce, optimizer.
+    middle = Shape(1, *grids[len(grids) * 2 // 3], CAPTION)
+    alone = timed(job, lambda i: job.alone(middle), 9)
+    job.clear()
+    whole = timed(job, lambda i: job.step_of([middle], i), 9)
+    overhead = float(np.median(whole.max(0)) - np.median(alone.max(0)))
+    return CostFit(**{**fit.__dict__, "step_overhead_s": max(0.0, overhead)}), host, speeds
 
 
-def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, ranks: int) -> dict[str, object]:
-    """Every policy with the global batch of step_balanced at tau."""
-    balanced = plan_batches(samples, fit, ranks=ranks, m_mem=m_mem, tau=o.tau, seed=o.seed)
+def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, ranks: int,
+             speeds: np.ndarray | None = None) -> dict[str, Plan]:
+    """Every policy with the global batch of step_balanced at tau, rounded up to whole microbatches."""
+    balanced = plan_batches(samples, fit, ranks=ranks, m_mem=m_mem, tau=o.tau, seed=o.seed,
+                            speeds=None if speeds is None else speeds.tolist())  # fmt: skip
     wanted = balanced.manifest["totals"]["tokens"] / len(balanced)
     plans = {"step_balanced": balanced}
     longest = float(samples.shapes.tokens.max())
@@ -193,58 +151,100 @@ def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, 
     return plans
 
 
-def run(job: Job, plan, fit: CostFit, o: argparse.Namespace) -> dict:
-    """Some steps of a plan."""
-    loader = graphopt.PlanLoader(Rows(ROWS), plan, num_workers=o.workers)
+def rates(plan: Plan, fit: CostFit, steps: int | None = None) -> tuple[float, float]:
+    """Tokens/s by the fit, as planned and if no rank ever waited; over the first steps or all (but step 0)."""
+    step = plan.column("step").astype(np.int64)
+    n = len(plan) if steps is None else min(steps, len(plan))
+    cost = np.zeros((len(plan), plan.groups))
+    np.add.at(cost, (step, plan.column("rank")), plan.column("cost_s"))
+    cost /= np.ones(plan.groups) if plan.manifest["layout"]["speeds"] is None else plan.manifest["layout"]["speeds"]
+    tokens = np.bincount(step, plan.column("tokens"), len(plan))
+    which = slice(1, n) if n > 2 else slice(0, n)
+    wall, mean = (x[which].sum() + fit.step_overhead_s * len(x[which]) for x in (cost.max(1), cost.mean(1)))
+    return float(tokens[which].sum() / wall), float(tokens[which].sum() / mean)
+
+
+def run(job: Job, plan: Plan, fit: CostFit, o: argparse.Namespace) -> dict:
+    """Some steps of a plan, then the same microbatches without the other ranks."""
+    loader = graphopt.PlanLoader(Rows(), plan, num_workers=o.workers)
     todo = [mb for mb in loader.sampler.microbatches() if mb.plan_step < o.steps]
-    for s in sorted({mb.shape for mb in todo}, reverse=True, key=lambda s: s.B * s.S):
+    shapes = {mb.shape for mb in todo}
+    for s in sorted(shapes, reverse=True, key=lambda s: s.B * s.S):
         job.alone(s)  # libraries choose their kernels at the first call of a shape
     job.clear()
-    job.sync()
-    dist.barrier()
-    begin, ends, tokens = time.perf_counter(), [], 0
+    job.meet()
+    marks, tokens = [job.mark()], []
     for _, mb in loader:
         job.microbatch(mb)
-        tokens += mb.tokens
+        tokens.append([mb.plan_step, mb.tokens])
         if mb.last:
-            job.sync()
-            ends.append(time.perf_counter() - begin)
-            if len(ends) == o.steps:
+            marks.append(job.mark())
+            if len(marks) > o.steps:
                 break
-    ends = largest(ends, job.device)
-    wall = np.diff(np.r_[0.0, ends])
-    busy = np.zeros(len(wall))
-    for mb in todo:  # the same microbatches without the others
-        job.sync()
-        at = time.perf_counter()
+    wall = np.diff(every_rank(np.cumsum(job.seconds(marks)), job.device).max(0), prepend=0.0)
+    job.alone(todo[0].shape)  # gather the parameters
+    job.meet()
+    marks = [job.mark()]
+    again = min(o.replay or o.steps, len(wall))
+    for mb in (mb for mb in todo if mb.plan_step < again):
         job.alone(mb.shape)
-        job.sync()
-        busy[mb.plan_step] += time.perf_counter() - at
+        if mb.last:
+            marks.append(job.mark())
+    load = every_rank(job.seconds(marks), job.device)  # [ranks, steps]
     job.clear()
-    loads = torch.tensor(busy, dtype=torch.float64, device=job.device)
-    every = [torch.empty_like(loads) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, loads)
-    load = torch.stack(every).cpu().numpy()  # [ranks, steps]
+    done = np.bincount([s for s, _ in tokens], [t for _, t in tokens], len(wall))
+    done = every_rank(done, job.device).sum(0)
     predicted = plan.step_table.column("max_s").to_numpy()[: len(wall)] + fit.step_overhead_s
-    tokens = mean(tokens, job.device) * dist.get_world_size()
-    # The first step meets a cold loader.
+    # The first step meets a cold loader, and the plan's largest microbatch.
     warm = slice(1, None) if len(wall) > 2 else slice(None)
     error = predicted[warm] / wall[warm] - 1
+    busy = load[:, warm]
     simulated = simulate(plan, fit, noise=0.0)
     return {
-        "steps": len(wall), "tokens_per_s": float(tokens / wall.sum()), "tokens_per_step": tokens / len(wall),
-        "limit_fraction": float(load[:, warm].mean(0).sum() / wall[warm].sum()),
-        "bubble": float(1 - load[:, warm].mean(0).sum() / load[:, warm].max(0).sum()),
-        "load_cv": cv(load[:, warm].ravel()), "step_cv": cv(wall[warm]), "mape": float(np.abs(error).mean()),
-        "bias": float(error.mean()), "step_s": wall.tolist(), "predicted_s": predicted.tolist(),
-        "busy_s": load.tolist(), "oom": 0, "simulated_limit_fraction": simulated.limit_fraction,
-        "simulated_tokens_per_s": simulated.tokens_per_s,
+        "steps": len(wall[warm]), "tokens_per_s": float(done[warm].sum() / wall[warm].sum()),
+        "tokens_per_step": float(done[warm].mean()), "plan_tokens_per_step": simulated.tokens_per_step,
+        "limit_fraction": float(busy.mean(0).sum() / wall[:again][warm].sum()),
+        "bubble": float(1 - busy.mean(0).sum() / busy.max(0).sum()), "replayed": busy.shape[1],
+        "load_cv": cv(busy.ravel()), "step_cv": cv(wall[warm]), "token_cv": cv(done[warm]),
+        "mape": float(np.abs(error).mean()), "bias": float(error.mean()), "shapes": len(shapes), "oom": 0,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
+        "step_s": wall.tolist(), "predicted_s": predicted.tolist(), "busy_s": load.tolist(),
+        "simulated_limit_fraction": simulated.limit_fraction, "simulated_tokens_per_s": simulated.tokens_per_s,
+        "simulated_bubble": simulated.bubble,
     }  # fmt: skip
+
+
+def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) -> list[dict]:
+    """Rows of every policy for `--plan-ranks`, with 3 % noise."""
+    rows, samples = [], samples_of(o)
+    for n in (int(x) for x in o.plan_ranks.split(",") if x):
+        plans = plans_of(samples, fit, o, common["m_mem"], n)
+        bound = rates(plans["step_balanced"], fit)[1] / rates(plans["equal_token"], fit)[0] - 1
+        for policy, plan in plans.items():
+            r = simulate(plan, fit, noise=0.03)
+            rows.append({**schedule.row(r, common["data"], o.tau, "simulated with the fit"), **common,
+                         "zero_bubble_gain": bound})  # fmt: skip
+            say(n, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
+    return rows
+
+
+def simulate_only(o: argparse.Namespace) -> None:
+    """Plans for `--plan-ranks` from a result file's fit, without a GPU."""
+    done = json.loads(o.plans_from.read_text())["rows"]
+    data_name = "C" if o.cap == data.CAP_C else f"A, cap {o.cap}"
+    for fitted in [r for r in done if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == data_name]:
+        fit = CostFit.two_term(**{k: fitted["coefficients"][k] for k in "abc"}, p=fitted["p"],
+                               step_overhead_s=fitted["step_overhead_s"], source="measured")  # fmt: skip
+        fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"]})
+        common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem", "shrink")}
+        o.shrink, o.tau = fitted["shrink"], fitted["tau"]
+        rows = simulated(fit, o, common, partial(print, fitted["system"], flush=True))
+        print(schedule.save(rows, o.machine, folder=o.plans_from.parent))
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--machine", default="h200")
+    p.add_argument("--machine", help="name of the results' folder, e.g. h200x2; made from the device by default")
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--width", type=int, default=1536)
     p.add_argument("--text-dim", type=int, default=4096)
@@ -253,70 +253,97 @@ def main() -> None:
     p.add_argument("--m-mem", type=int, help="tokens of a microbatch; the longest sample's by default")
     p.add_argument("--m-comp", type=float, default=1.05, help="adaptive_load's limit over the longest sample's S^p")
     p.add_argument("--tau", type=float, default=1.3)
-    p.add_argument("--steps", type=int, default=12, help="per policy")
+    p.add_argument("--steps", type=int, default=20, help="per policy")
+    p.add_argument("--replay", type=int, help="how many of them again, without collectives; all by default")
     p.add_argument("--shapes", type=int, default=9)
     p.add_argument("--budget", type=float, default=60, help="seconds of the shape benchmark, compilation apart")
-    p.add_argument("--system", default="graphopt", choices=["eager", "inductor", "graphopt", "graphopt_all"])
+    p.add_argument("--speed-calls", type=int, default=12, help="of the longest sample, to compare the ranks' speeds")
+    p.add_argument("--speeds", action="store_true", help="plan with the ranks' measured speeds")
+    p.add_argument("--system", default="graphopt", choices=list(SYSTEMS))
     p.add_argument("--checkpoint", action="store_true", help="recompute each block")
-    p.add_argument("--policies", default="step_balanced,adaptive_load,equal_token")
+    p.add_argument("--policies", default="step_balanced,equal_token,adaptive_load")
     p.add_argument("--plan-ranks", default="8,16", help="also simulate plans for these")
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--compile-only", action="store_true", help="compile what a run needs, and stop")
+    p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
     o = p.parse_args()
+    if o.plans_from:
+        o.machine = o.machine or o.plans_from.parent.name
+        return simulate_only(o)
     logging.basicConfig(level=logging.WARNING)
     device = start()
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
-    say = lambda *x: print(*x, flush=True) if first else None
+    o.machine = o.machine or _results.machine() + (f"x{ranks}" if device.type == "cuda" and ranks > 1 else "")
+    begin = time.perf_counter()
+    say = lambda *x: print(f"[{time.perf_counter() - begin:.0f} s]", *x, flush=True) if first else None
     samples = samples_of(o)
     m_mem = o.m_mem or int(samples.shapes.tokens.max())
-    job = Job(o, device)
-    fit = fit_here(job, samples, o, m_mem)
+    job = Job(device, system=o.system, layers=o.layers, width=o.width, text_dim=o.text_dim, checkpoint=o.checkpoint)
+    grids = grids_of(samples, o.shapes)
+    say(f"first calls and compilation: {compile_all(job, grids):.0f} s, {cache_hits()}")
+    if o.compile_only:
+        dist.destroy_process_group()
+        return
+    fit, host, speeds = fit_here(job, grids, o, m_mem)
     # Rank 0's numbers are everyone's (they are equal, but for rounding of the overhead).
     box = [fit.to_json()]
     dist.broadcast_object_list(box)
     fit = CostFit.of(box[0])
     graphs = lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    say(fit.describe(), f"step overhead {fit.step_overhead_s:.4f} s, p = {fit.p:.3f}, graphs {graphs()}")
+    say(fit.describe(), f"step overhead {fit.step_overhead_s * 1e3:.1f} ms, p = {fit.p:.3f}, graphs {graphs()}, "
+        f"the host takes up to {host * 1e3:.1f} ms, speeds {speeds.round(4).tolist()}")  # fmt: skip
     for e in fit.errors:
         say("  ", {k: round(v, 5) for k, v in e.items()})
     common = {"check": "step", "data": "C" if o.cap == data.CAP_C else f"A, cap {o.cap}", "system": o.system,
-              "layers": o.layers, "checkpoint": o.checkpoint, "m_mem": m_mem}  # fmt: skip
-    rows: list[dict] = []
-    plans = plans_of(samples, fit, o, m_mem, ranks)
+              "layers": o.layers, "checkpoint": o.checkpoint, "m_mem": m_mem, "shrink": o.shrink}  # fmt: skip
+    rows = [{**common, "ranks": ranks, "policy": None, "tau": o.tau, "mode": "fit", "simulated": False,
+             "mape": fit.mape, "max_error": fit.max_error, "r2": fit.r2, "p": fit.p, "floor_s": fit.floor_s,
+             "coefficients": fit.coefficients, "step_overhead_s": fit.step_overhead_s, "host_s": host,
+             "speeds": speeds.tolist(), "graphs": graphs()}]  # fmt: skip
+    plans = plans_of(samples, fit, o, m_mem, ranks, speeds if o.speeds else None)
+    say("planned")
     for policy in o.policies.split(","):
         plan = plans[policy]
         k = plan.manifest["layout"]["microbatches"]
         row = {**common, "ranks": ranks, "policy": policy, "tau": o.tau, "mode": "measured", "simulated": False,
                "microbatches": None if policy == "step_balanced" else k}  # fmt: skip
+        twin = next((r for r in rows if r["policy"] and plan.table() == plans[r["policy"]].table()), None)
+        if twin:  # where one longest sample fills memory, adaptive_load's limits are equal_token's
+            rows.append({**twin, **row, "same_plan_as": twin["policy"]})
+            say(policy, "is the plan of", twin["policy"])
+            continue
         try:
             row |= run(job, plan, fit, o)
         except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
             schedule.save([{**row, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
             raise
-        rows.append({**row, "graphs": graphs(), "token_cv": plan.manifest["predicted"]["token_cv"]})
+        kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
+        rows.append({**row, "graphs": graphs(), "graphs_kept": kept})
+        if first:
+            schedule.save(rows, o.machine, folder=o.out)
         lists = ("step_s", "predicted_s", "busy_s")
         say({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items() if k not in lists})
-    if "equal_token" in plans and {"step_balanced", "equal_token"} <= {r["policy"] for r in rows}:
-        by = {r["policy"]: r for r in rows}
-        base = by["equal_token"]
-        bound = 1 / base["simulated_limit_fraction"] - 1
-        for r in rows:
-            r["gain"] = r["tokens_per_s"] / base["tokens_per_s"] - 1
-            r["zero_bubble_gain"] = bound
-        say("gain over equal_token", {k: round(r["gain"], 4) for k, r in by.items()}, "zero bubble", round(bound, 4))
+    by = {r["policy"]: r for r in rows if r["mode"] == "measured"}
+    if {"step_balanced", "equal_token"} <= set(by):
+        for suffix, n in (("", None), ("_steps", o.steps)):
+            planned, _ = rates(plans["equal_token"], fit, n)
+            bound = rates(plans["step_balanced"], fit, n)[1] / planned - 1
+            for policy, r in by.items():
+                r[f"zero_bubble_gain{suffix}"] = bound
+                r[f"planned_gain{suffix}"] = rates(plans[policy], fit, n)[0] / planned - 1
+        for r in by.values():
+            r["gain_over_equal_token"] = r["tokens_per_s"] / by["equal_token"]["tokens_per_s"] - 1
+            say(r["policy"], {k: round(v, 4) for k, v in r.items() if "gain" in k})
     if first:
-        for n in (int(x) for x in o.plan_ranks.split(",") if x):
-            for policy, plan in plans_of(samples, fit, o, m_mem, n).items():
-                r = simulate(plan, fit, noise=0.03)
-                rows.append({**schedule.row(r, common["data"], o.tau, "simulated with the fit"), **common})
-                say(n, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
-        rows.append({**common, "ranks": ranks, "policy": None, "tau": o.tau, "mode": "fit", "simulated": False,
-                     "mape": fit.mape, "max_error": fit.max_error, "r2": fit.r2, "p": fit.p, "floor_s": fit.floor_s,
-                     "coefficients": fit.coefficients, "step_overhead_s": fit.step_overhead_s,
-                     "graphs": graphs()})  # fmt: skip
+        rows += simulated(fit, o, common, say)
         say(schedule.save(rows, o.machine, folder=o.out))
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    if device.type == "cpu":
+        os._exit(0)  # everything is written; torch's threads sometimes abort the process when the interpreter ends
 
 
 if __name__ == "__main__":

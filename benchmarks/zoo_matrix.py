@@ -1,13 +1,15 @@
 """Every model of the zoo, rewritten: how far output and gradients are from fp64, measured in eager's error.
 
-    python benchmarks/zoo_matrix.py [ENTRY ...] [--variants fp32-static,...] [--out FOLDER]
+    python benchmarks/zoo_matrix.py [ENTRY ...] [--variants fp32-static,...] [--compiler inductor] [--out FOLDER]
+    python benchmarks/zoo_matrix.py --compiler aot_eager,inductor --workers 8 --seconds 300             (on a GPU)
 
 One row per model and variant (fp32 or bf16, static or dynamic): the training step compiled with select="all" and
 aot_eager, over batches of fresh inputs (at least five, until `uncertainty`, the standard error of log mean, is 0.02;
 at most 64).  `mean` is the geometric mean over tensors and batches of (our error / eager's error), `worst` the largest
 of the tensors; the contract is mean <= 1.05 and worst <= 2 (tests/models/contract.py).  Where it is broken, the same is
 measured without graphopt: `torch_is_wrong` says that torch's own compiler breaks it, too.  Exit code 1 if a row is
-outside for any other reason, or a model cannot be built or run.  CI runs a third of the models, another one each day
+outside for any other reason, or a model cannot be built or run.  On a GPU the kernels are the generated ones; models
+that no time was left for are printed.  CI runs a third of the models, another one each day
 (tests/models/test_zoo_matrix.py).
 """
 
@@ -15,12 +17,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
+import os
+import queue
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA before workers fork
 
 import torch
 from _results import save
@@ -36,24 +44,32 @@ VARIANTS = {
     for dtype in (torch.float32, torch.bfloat16) for dynamic in (False, True)
 }
 KINDS = ("modulate", "gate")
-OPTIONS = {"graphopt.select": "all", "graphopt.compiler": "aot_eager", "graphopt.on_error": "raise"}
+OPTIONS = {"graphopt.select": "all", "graphopt.on_error": "raise"}
 
 
-def measure(name: str, dtype: torch.dtype, dynamic: bool) -> dict[str, Any]:
+def plain(model: torch.nn.Module, compiler: str, dynamic: bool) -> Any:
+    """The model compiled without graphopt (Inductor without its mix-order reduction, which is wrong)."""
+    if compiler == "inductor":
+        return torch.compile(model, dynamic=dynamic or None, options={"triton.mix_order_reduction": False})
+    return torch.compile(model, backend=compiler, dynamic=dynamic or None)
+
+
+def measure(name: str, dtype: torch.dtype, dynamic: bool, compiler: str, device: str) -> dict[str, Any]:
     """One row."""
     torch._dynamo.reset()
     entry = zoo.ZOO[name]
-    model = entry.build(dtype)[0].train()
-    step = torch.compile(model, backend="graphopt", dynamic=dynamic or None, options=OPTIONS)
-    found = contract.measure(step, model, contract.fresh_inputs(entry, dtype))
+    model = entry.build(dtype)[0].train().to(device)
+    options = OPTIONS | {"graphopt.compiler": compiler}
+    step = torch.compile(model, backend="graphopt", dynamic=dynamic or None, options=options)
+    found = contract.measure(step, model, contract.fresh_inputs(entry, dtype, device))
     report = graphopt.report(step)
     row: dict[str, Any] = {}
     if not found.holds:  # is it graphopt, or the compiler behind it?
         torch._dynamo.reset()
-        alone = torch.compile(model, backend=OPTIONS["graphopt.compiler"], dynamic=dynamic or None)
-        plain = contract.measure(alone, model, contract.fresh_inputs(entry, dtype), most=found.batches)
-        row["without_graphopt"] = {"mean": round(plain.mean, 4), "worst": round(plain.worst[1], 4)}
-        row["torch_is_wrong"] = not plain.holds
+        batches = contract.fresh_inputs(entry, dtype, device)
+        alone = contract.measure(plain(model, compiler, dynamic), model, batches, most=found.batches)
+        row["without_graphopt"] = {"mean": round(alone.mean, 4), "worst": round(alone.worst[1], 4)}
+        row["torch_is_wrong"] = not alone.holds
     return row | {
         "tensors": len(found.ratios), "batches": found.batches, "mean": round(found.mean, 4),
         "uncertainty": round(found.uncertainty, 4), "worst": round(found.worst[1], 4), "worst_tensor": found.worst[0],
@@ -62,30 +78,74 @@ def measure(name: str, dtype: torch.dtype, dynamic: bool) -> dict[str, Any]:
     }
 
 
+def row_of(name: str, variant: str, compiler: str, device: str) -> dict[str, Any]:
+    """One row, with the error where there is no measurement."""
+    start = time.perf_counter()
+    row: dict[str, Any] = {"model": name, "variant": variant}
+    if compiler != "aot_eager":
+        row["compiler"] = compiler
+    try:
+        row |= measure(name, *VARIANTS[variant], compiler, device)
+    except Exception as error:
+        traceback.print_exc()
+        text = str(error).strip().splitlines() or [""]
+        row |= {"error": f"{type(error).__name__}: {text[0][:200]}", "holds": False}
+    return row | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def in_processes(jobs: list[tuple[str, str, str]], device: str, workers: int, end: float) -> Iterator[dict[str, Any]]:
+    """Rows from a process of its own per job, so many at a time, none started after `end`."""
+    fork = multiprocessing.get_context("fork")  # before CUDA is touched: nothing is imported again
+    results = fork.Queue()
+    work = lambda job: results.put(row_of(*job, device))
+    running: list[tuple[Any, tuple[str, str, str]]] = []
+    waiting = list(jobs)
+    while waiting or running:
+        while waiting and len(running) < workers and time.time() < end:
+            job = waiting.pop(0)
+            running.append((fork.Process(target=work, args=(job,)), job))
+            running[-1][0].start()
+        if time.time() >= end and waiting:
+            print("no time left for", *(" ".join(job) for job in waiting), sep="\n  ", flush=True)
+            waiting = []
+        try:
+            yield results.get(timeout=1)
+        except queue.Empty:
+            for process, job in [r for r in running if not r[0].is_alive() and r[0].exitcode]:
+                yield {"model": job[0], "variant": job[1], "compiler": job[2], "holds": False, "seconds": 0.0,
+                       "error": f"the process ended with exit code {process.exitcode}"}
+        running = [r for r in running if r[0].is_alive()]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", default=list(zoo.ZOO))
     parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--compiler", default="aot_eager", help="aot_eager, inductor, or both")
+    parser.add_argument("--workers", type=int, default=0, help="processes on a GPU; 0: this one")
+    parser.add_argument("--seconds", type=float, default=1e9, help="with --workers: start nothing after this long")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    bad = 0
-    for variant in args.variants.split(","):
-        for name in args.entries:
-            start = time.perf_counter()
-            row: dict[str, Any] = {"model": name, "variant": variant}
-            try:
-                row |= measure(name, *VARIANTS[variant])
-            except Exception as error:
-                traceback.print_exc()
-                row |= {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}", "holds": False}
-            row["seconds"] = round(time.perf_counter() - start, 1)
-            bad += not row["holds"] and not row.get("torch_is_wrong")
-            print(row, flush=True)
-            save("zoo_matrix", [row], ("model", "variant"), {}, args.out)
-            gc.collect()
-    print(f"{bad} outside the contract", flush=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    jobs = [(n, v, c) for c in args.compiler.split(",") for v in args.variants.split(",") for n in args.entries]
+    if args.workers:
+        rows = in_processes(jobs, "cuda", args.workers, time.time() + args.seconds)
+    else:
+        rows = (row_of(*job, "cuda" if torch.cuda.is_available() else "cpu") for job in jobs)
+    bad, count, kept = 0, 0, []
+    for row in rows:
+        count += 1
+        bad += not row["holds"] and not row.get("torch_is_wrong")
+        print(row, flush=True)
+        kept.append(row)
+        if not args.workers:  # a forked parent must not ask for the GPU before its last child
+            save("zoo_matrix", [row], ("model", "variant", "compiler"), {}, args.out)
+        gc.collect()
+    if args.workers:
+        save("zoo_matrix", kept, ("model", "variant", "compiler"), {}, args.out)
+    print(f"{count} rows, {len(jobs) - count} not run, {bad} outside the contract", flush=True)
     sys.exit(bad > 0)
 
 

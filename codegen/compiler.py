@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from graphopt.codegen import store
-from graphopt.codegen.configure import Configuration
+from graphopt.codegen.configure import Configuration, shared_limit
 from graphopt.codegen.spec import KernelSpec
 from graphopt.errors import CodegenError
 
@@ -46,7 +46,7 @@ class Resources:
 
 def gpu_target(target: str) -> tuple[str, int | str, int]:
     """Triton's description of a target: backend, architecture, warp size.  CodegenError for one it does not know."""
-    if found := re.fullmatch(r"sm_?(\d+)", target):
+    if (found := re.fullmatch(r"sm_?(\d+)", target)) and int(found[1]) >= 75:
         return "cuda", int(found[1]), 32
     if re.fullmatch(r"gfx[0-9a-f]+", target):
         return "hip", target, 64 if target.startswith("gfx9") else 32
@@ -102,7 +102,13 @@ class Compiler:
                 f"the kernel {unit.function} (D = {unit.D}) does not compile for {target}: {answer['error']}",
                 where=f"{unit.function}, {unit.warps} warps", remedy=REMEDY,
             )
-        return Resources(**answer)
+        found, limit = Resources(**answer), shared_limit(target)
+        if found.shared > limit:  # a compiler does not refuse this, a launch does
+            raise CodegenError(
+                f"the kernel {unit.function} (D = {unit.D}) needs {found.shared} bytes of shared memory; {target} has "
+                f"{limit}", where=f"{unit.function}, {unit.warps} warps", remedy=REMEDY,
+            )
+        return found
 
     def stop(self) -> None:
         """End the worker; the next kernel gets a new one."""

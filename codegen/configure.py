@@ -90,9 +90,14 @@ def one_pass(spec: KernelSpec) -> bool:
     return spec.D * live_values(spec) <= 120 * 32 * MAX_WARPS
 
 
+def shared_limit(target: str) -> int:
+    """Bytes of shared memory one program may have on a target."""
+    return 64 * 1024 if target.startswith("gfx") else 1024 * SHARED_KB.get(target, 99)
+
+
 def ring_limit(target: str) -> int:
     """Bytes of shared memory per multiprocessor that a ring may take; AMD targets form no ring, so none."""
-    return 0 if target.startswith("gfx") else 1024 * (SHARED_KB.get(target, 99) - 3)
+    return 0 if target.startswith("gfx") else shared_limit(target) - 3 * 1024
 
 
 def _backward(spec: KernelSpec, programs_per_sm: int | None) -> Configuration:
@@ -117,14 +122,16 @@ def _backward(spec: KernelSpec, programs_per_sm: int | None) -> Configuration:
     row_bytes = sum(spec.dtype(n).itemsize for n in streamed) * D * (per_sm if per_sm <= 4 else 1)
     ring = RING_BYTES_READING if several else RING_BYTES_TOKENS if not spec.sums else RING_BYTES
     stages = 1 + min(5, max(2, int(ring / row_bytes + 0.5)))
-    if (stages - 1) * row_bytes > ring_limit(spec.target):
-        stages = 0
     # equal sub-blocks need one reduction; 8-byte loads are then no loss
     equal = warps * 128 if D < 2048 and D % (warps * 128) == 0 and D % (warps * 256) else warps * 256
     blocks = cut(D, equal)
     padded = -(-D // equal) * equal
     if len(set(blocks)) > 1 and spec.branch_normed and 1400 < D <= 4096 and 3 * padded <= 4 * D:
         blocks = (equal,) * (padded // equal)
+    # fp32 factors beside 16-bit rows change their layout through shared memory, one sub-block at a time
+    scratch = 4 * max(blocks) * min(per_sm, 4) if any(spec.per_token(f) for f in spec.factors) else 0
+    if (stages - 1) * row_bytes + scratch > ring_limit(spec.target):
+        stages = 0
     return Configuration(blocks, warps, stages, per_sm, joint=warps <= 4 or D <= 4096)
 
 

@@ -67,11 +67,20 @@ class Base:
     # -- which row -------------------------------------------------------------------------------
 
     def group_index(self) -> None:
-        """The two indices of a modulation group, where one does not do."""
+        """The indices of a modulation group, where one does not do."""
         s = self.spec
-        if s.group_dims == 2 and any(index.startswith("g") for _, index in s.stride_arguments):
-            self("g0 = group // G1")
-            self("g1 = group % G1")
+        if s.group_dims > 1 and any(index.startswith("g") for _, index in s.stride_arguments):
+            self.take_apart("group", s.group_indices)
+
+    def take_apart(self, whole: str, indices: tuple[str, ...]) -> None:
+        """One index as several, the last the fastest; the sizes of all but the first are arguments."""
+        for k in range(len(indices) - 1, 1, -1):
+            self(f"{indices[k]} = {whole} % {indices[k].upper()}")
+            self(f"above_{indices[k]} = {whole} // {indices[k].upper()}")
+            whole = f"above_{indices[k]}"
+        size = indices[1].upper()
+        self(f"{indices[0]} = {whole} // {size}")
+        self(f"{indices[1]} = {whole} % {size}")
 
     def row_index(self, n: str) -> None:
         """`row`, the place of row n of this group, and the indices that strides are multiplied with."""
@@ -79,9 +88,8 @@ class Base:
         used = any(index.startswith("n") for _, index in s.stride_arguments)
         if used:
             self(f"n = {n}")
-            if s.row_dims == 2:
-                self("n0 = n // N1")
-                self("n1 = n % N1")
+            if s.row_dims > 1:
+                self.take_apart("n", s.row_indices)
         if s.permuted:
             self(f"row = {' + '.join(f'{variable(i)} * row_{i}' for i in s.indices)}")
         elif not n.startswith("row"):
@@ -126,8 +134,12 @@ class Base:
 
     def column_of(self, tensor: str, i: int) -> str:
         """Offsets of the columns of a tensor."""
-        column = f"c_{i}[None, :]" if self.tile else f"c_{i}"
-        return f"{column} * {tensor}_column" if "+column" in self.spec.layout(tensor) else column
+        column = self.column(tensor, i)
+        return f"({column})[None, :]" if self.tile and " " in column else f"{column}[None, :]" if self.tile else column
+
+    def column(self, tensor: str, i: int) -> str:
+        """Offsets of the columns of a row; times a stride they need 64 bits."""
+        return f"c_{i}.to(tl.int64) * {tensor}_column" if "+column" in self.spec.layout(tensor) else f"c_{i}"
 
     # -- loads and stores ------------------------------------------------------------------------
 
@@ -139,14 +151,13 @@ class Base:
         if place == "dense":
             offset = f"row[:, None] * {s.D}" if self.tile else f"row * {s.D}"
         elif place == "vector":
-            return f"{name} + {f'c_{i} * {tensor}_column' if '+column' in s.layout(tensor) else f'c_{i}'}"
+            return f"{name} + {self.column(tensor, i)}"
         else:
             indices = [x for x in s.indices if place == "rows" or x.startswith("g")]
             named = {x: f"{x}[:, None]" if self.tile and x.startswith("n") else variable(x) for x in indices}
             offset = " + ".join(f"{named[x]} * {tensor}_{x}" for x in indices)
             if place == "group":
-                column = f"c_{i} * {tensor}_column" if "+column" in s.layout(tensor) else f"c_{i}"
-                return f"{name} + {offset} + {column}"
+                return f"{name} + {offset} + {self.column(tensor, i)}"
         return f"{name} + {offset} + {self.column_of(tensor, i)}"
 
     def load(self, tensor: str, i: int) -> str:

@@ -48,7 +48,7 @@ def emit_sums(
         f"    which = tl.program_id(0) // {tiles} % {len(results)}",
         f"    group = tl.program_id(0).to(tl.int64) // {tiles * len(results)}",
         f"    c = tile * {columns} + tl.arange(0, {columns})",
-        f"    r = tl.arange(0, {rows})",
+        f"    r = tl.arange(0, {rows}).to(tl.int64)",
     ]
     start = str(results[0][1])
     for k, (_, first, _) in enumerate(results[1:], 1):

@@ -82,17 +82,6 @@ def kernel_name(tensors: dict[str, Any], norm: str, branch_norm: str) -> str:
     return "_".join(parts + (["modulate"] if modulates == 1 else ["modulates"] if modulates else []))
 
 
-def _planned(x: Tensor, activations: dict[str, Tensor], factors: dict[str, Tensor]) -> tuple[Plan, dict[str, Tensor]]:
-    """The plan and the tensors it is for: as given, or made contiguous where only that leaves two indices."""
-    given = activations | factors
-    try:
-        return layout.plan(x, activations, factors), given
-    except ValueError:
-        dense = {n: t.contiguous() for n, t in given.items()}
-        plan = layout.plan(x, {n: dense[n] for n in activations}, {n: dense[n] for n in factors})
-        return plan, dense
-
-
 def target_of(device: torch.device) -> str:
     """The GPU a kernel is for; sm90 when there is none (the interpreter, tracing)."""
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -150,7 +139,7 @@ def prepare_forward(
         factors |= _present(weight=weight, bias=bias)
     for own in each:
         factors |= own
-    plan, given = _planned(x, activations, factors)
+    plan, given = layout.plan(x, activations, factors), activations | factors
     dtypes = {n: t.dtype for n, t in given.items()}
     dtypes |= {"h": h_dtype} if branch is not None else {}
     dtypes |= {numbered("y", i): y_dtype for i in range(len(each))}
@@ -175,7 +164,8 @@ def prepare_backward(
         factors |= _present(weight=weight, bias=bias)
     for i, own in enumerate(_named(modulation, outputs)):
         factors |= own if i in arrived else {}
-    plan, given = _planned(h, activations, factors)  # type: ignore[arg-type]
+    given: dict[str, Tensor] = activations | factors  # type: ignore[assignment]
+    plan = layout.plan(h, activations, factors)  # type: ignore[arg-type]
     dtypes = {n: t.dtype for n, t in given.items()}
     dtypes |= {"dx": x_dtype} if norm != "none" else {}
     dtypes |= {"dbranch": branch.dtype} if branch is not None else {}
@@ -203,8 +193,7 @@ def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 def _strides(spec: KernelSpec, plan: Plan) -> list[Any]:
     """The values of the size and stride arguments of a kernel."""
-    sizes = ([plan.groups[1]] if spec.group_dims == 2 else []) + ([plan.rows[1]] if spec.row_dims == 2 else [])
-    return sizes + [plan.strides[key] for key in spec.stride_arguments]
+    return [*plan.groups[1:], *plan.rows[1:]] + [plan.strides[key] for key in spec.stride_arguments]
 
 
 def forward(

@@ -9,8 +9,8 @@ rows.  Leading dimensions in which such factors vary come first, the others afte
     group     one row per group
     vector    one row for all
 
-with `+column` where its last dimension has a stride of its own.  Nothing is copied, with one exception: a tensor that
-would need more than two indices per group or per row (five dimensions, none of which merge) is made contiguous.
+with `+column` where its last dimension has a stride of its own.  Nothing is copied: where dimensions do not merge, a
+kernel takes the index of a group or a row apart into as many as are needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def same(a: Any, b: Any) -> bool:
 class Plan:
     """How the rows of x are walked.
 
-    groups, rows: sizes of the merged dimensions of a group and of a row (one or two each).
+    groups, rows: sizes of the merged dimensions of a group and of a row, one at least.
     permuted: rows are walked in another order than they lie in.
     layouts: (tensor, layout) for what is not dense.
     strides: (tensor, index) -> elements; tensor "row" counts whole rows.
@@ -85,7 +85,7 @@ def group_of(x: Tensor, factors: Iterable[Tensor]) -> frozenset[int]:
 
 
 def plan(x: Tensor, activations: dict[str, Tensor], factors: dict[str, Tensor]) -> Plan:
-    """The plan for these tensors.  ValueError when more than two indices would be needed even for contiguous ones.
+    """The plan for these tensors.
 
     activations: tensors shaped like x, by name.  factors: tensors that broadcast to x, last size D.
     """
@@ -116,12 +116,10 @@ def plan(x: Tensor, activations: dict[str, Tensor], factors: dict[str, Tensor]) 
             steps[name] = stride
     groups = _merged(first, sizes, steps)
     rows = _merged(then, sizes, steps)
-    if len(groups) > 2 or len(rows) > 2:
-        raise ValueError(f"{list(sizes)} needs more than two indices per group or row")
     strides: dict[tuple[str, str], Any] = {}
     for kind, runs in (("g", groups), ("n", rows)):
         for k, run in enumerate(runs):
-            index = f"{kind}{k}" if len(runs) == 2 else kind
+            index = f"{kind}{k}" if len(runs) > 1 else kind
             for name, stride in steps.items():
                 strides[name, index] = stride[run[-1]]
         if not runs:

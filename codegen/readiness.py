@@ -1,6 +1,6 @@
 """Can the kernels of a site be used on a target?  Asked before the graph is changed, so that one site can fall back.
 
-Two answers: a reason in words when the layout or a dtype has no kernel yet, and CodegenError when a kernel should
+Two answers: a reason in words when a dtype has no kernel, and CodegenError when a kernel should
 exist and does not compile.  Compiling needs no GPU.
 """
 
@@ -45,11 +45,7 @@ def check(values: dict[str, Tensor | None], attributes: dict[str, Any], target: 
         return "the width is not known at compile time: no kernel"
     if not 1 <= D <= MAX_D:
         raise CodegenError(f"no kernel for D = {D}: supported are 1 to {MAX_D}", remedy="leave this site to Inductor")
-    try:
-        wanted = specs(values, attributes, training, target)
-    except ValueError as error:
-        return f"layout: {error}"
-    for spec in wanted:
+    for spec in specs(values, attributes, training, target):
         compile_for(spec, target)
     return None
 
@@ -89,8 +85,19 @@ def specs(
     return [replace(s, target=target, gpu=s.gpu if s.target == target else "") for s in out]
 
 
-@cache
 def compile_for(spec: KernelSpec, target: str) -> Resources:
     """Compile one kernel; CodegenError with the compiler's text if that fails."""
+    found = outcome(spec, target)
+    if isinstance(found, CodegenError):
+        raise CodegenError(found.what, where=found.where, remedy=found.remedy)
+    return found
+
+
+@cache
+def outcome(spec: KernelSpec, target: str) -> Resources | CodegenError:
+    """What compiling one kernel gave.  A failure is kept too: 80 equal sites wait for a hanging compiler once."""
     config = tuned.configuration(spec)
-    return compiler.shared().compile(compiler.unit_of(spec, config, emit(spec, config)), target)
+    try:
+        return compiler.shared().compile(compiler.unit_of(spec, config, emit(spec, config)), target)
+    except CodegenError as error:
+        return error

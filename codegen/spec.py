@@ -48,7 +48,7 @@ class KernelSpec:
     dtypes: (tensor name, dtype) for every tensor it reads or writes; a part of the chain is there exactly when its
         tensors are.
     layouts: (tensor name, layout), layout.py; "dense" where not listed.
-    group_dims, row_dims: into how many indices a modulation group and a row of it are taken apart (1 or 2).
+    group_dims, row_dims: into how many indices a modulation group and a row of it are taken apart.
     permuted: rows are walked in another order than they lie in.
     target: the GPU, such as sm90 or gfx942.
     gpu: its name, where it is one of this machine: configurations may have been measured on it (tuned.py).
@@ -201,9 +201,18 @@ class KernelSpec:
 
     @property
     def indices(self) -> tuple[str, ...]:
-        """The index variables of a row: g (or g0, g1) of its group, n (or n0, n1) within it."""
-        g = ("g0", "g1") if self.group_dims == 2 else ("g",)
-        return g + (("n0", "n1") if self.row_dims == 2 else ("n",))
+        """The index variables of a row: g (or g0, g1, ..) of its group, n (or n0, n1, ..) within it."""
+        return self.group_indices + self.row_indices
+
+    @property
+    def group_indices(self) -> tuple[str, ...]:
+        """The index variables of a modulation group."""
+        return tuple(f"g{k}" for k in range(self.group_dims)) if self.group_dims > 1 else ("g",)
+
+    @property
+    def row_indices(self) -> tuple[str, ...]:
+        """The index variables of a row within its group."""
+        return tuple(f"n{k}" for k in range(self.row_dims)) if self.row_dims > 1 else ("n",)
 
     @property
     def stride_arguments(self) -> tuple[tuple[str, str], ...]:
@@ -220,5 +229,5 @@ class KernelSpec:
 
     @property
     def size_arguments(self) -> tuple[str, ...]:
-        """The inner sizes that take an index apart: G1 and N1."""
-        return (("G1",) if self.group_dims == 2 else ()) + (("N1",) if self.row_dims == 2 else ())
+        """The inner sizes that take an index apart: G1, .. and N1, .."""
+        return tuple(f"G{k}" for k in range(1, self.group_dims)) + tuple(f"N{k}" for k in range(1, self.row_dims))

@@ -78,6 +78,9 @@ def plan(
     microbatches: Annotated[int | None, typer.Option(help="K, where the mode fixes it.")] = None,
     allowed_b: Annotated[str | None, typer.Option(help="The only batch sizes to use, e.g. 1,2,4,8.")] = None,
     speeds: Annotated[str | None, typer.Option(help="Relative speed of each data-parallel group.")] = None,
+    uneven: Annotated[
+        bool, typer.Option(help="Let steps differ in cost where equal ones would leave ranks waiting.")
+    ] = True,
     sp: Annotated[int, typer.Option(help="Ranks per sequence-parallel group.")] = 1,
     tail: Annotated[str, typer.Option(help="carry, drop or pad.")] = "carry",
     table: Annotated[
@@ -128,6 +131,7 @@ def plan(
             microbatches=microbatches,
             allowed_b=options.numbers(allowed_b, "allowed-b", int),
             speeds=options.numbers(speeds, "speeds", float),
+            uneven=uneven,
             sp=sp,
             tail=tail,
             limits=limits,

@@ -20,7 +20,7 @@ from graphopt import _compat, _compat_capture, reporting
 from graphopt.codegen import operators
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
-from graphopt.passes import catalogue, column_sums, freeing_order, gradient_addends, pipeline
+from graphopt.passes import catalogue, column_sums, freeing_order, gradient_addends, pipeline, reuse_gradients
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.norm_rotate import NormRotate
@@ -117,7 +117,8 @@ def passes() -> list[pipeline.Pass]:
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
     """Inductor's options for a graph where sites were rewritten: sums of gradients are folded into the kernels that
-    read or make them (numerics="fp32": eager rounds each addition), and matmuls put into the order that frees early."""
+    read or make them (numerics="fp32": eager rounds each addition), matmuls are put into the order that frees early,
+    and kernels write gradients over gradients that die."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
     wanted = {"gradient_addends", *config.experimental} - {*config.disable} if config.numerics == "fp32" else set()
@@ -127,8 +128,9 @@ def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Sit
         for module in late:
             module.fold(graph)
         freeing_order.free_early(graph)
+        reuse_gradients.reuse(graph)
 
-    names = ([(_name(m), version(m)) for m in late], version(freeing_order), operators.source_hash())
+    names = ([(_name(m), version(m)) for m in (*late, freeing_order, reuse_gradients)], operators.source_hash())
     order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
     return {**inductor_options, _compat.POST_GRAD: order}
 

@@ -145,7 +145,10 @@ class AdaLN:
         return folds
 
     def unbuilt(self, match: Match, target: str, context: PassContext, record: PassRecord) -> str | None:
-        """Why the kernels of a match cannot be used on a GPU, or None.  A kernel that fails to compile warns once."""
+        """Why the kernels of a match cannot be used on a GPU, or None.
+
+        A kernel that fails to compile warns once, however many sites have it.
+        """
         replacement = match.replacement
         if replacement is None:
             raise ValueError("a match was not accepted")
@@ -157,9 +160,12 @@ class AdaLN:
             if context.on_error == "raise":
                 raise
             place = source.where(match.root) or match.root.name
-            context.warn(f"{source.fqn(match.root)} ({place}): {error.what}; the site is left to Inductor")
+            reason = f"its kernel does not compile for {target}: {error.what}"
+            if all(site.reason != reason for site in record.sites):
+                context.warn(f"{source.fqn(match.root)} ({place}): {error.what}; the site is left to Inductor, as are "
+                             "others with this kernel")
             record.dropped.append(match.root.name)
-            return f"its kernel does not compile for {target}: {error.what}"
+            return reason
 
 
 def _on_raise(context: PassContext, record: PassRecord) -> Callable[[Rule, Node, Exception], None]:

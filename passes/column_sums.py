@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt import _compat_launch
+from graphopt import _compat_triton
 from graphopt.codegen import column_sums, compiler, kernels
 from graphopt.codegen.column_sums import ColumnSums
 from graphopt.codegen.emit_base import TL
@@ -213,7 +213,7 @@ class _Builder:
         written: list[str],
     ) -> dict[str, fx.Node]:
         """A launch; the tensors it writes, by name."""
-        node = _compat_launch.launch(self.graph, kernel, warps, (grid, 1, 1), {**tensors, **scalars}, written)
+        node = _compat_triton.add_triton_call(self.graph, kernel, warps, (grid, 1, 1), {**tensors, **scalars}, written)
         node.meta["val"] = {name: tensors[name].meta["val"] for name in written}
         out = {}
         for name in written:

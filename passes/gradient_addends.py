@@ -8,7 +8,7 @@ A modulated output feeds the projections to q, k and v (or attention and an MLP)
 results.  The compiler would write that sum and the kernel would read it again: 4 tensors moved that the kernel can do
 without.  The kernel adds in fp32, so the sum is no longer rounded at each addition.
 
-Runs on the graphs Inductor lowers, where generated kernels are launches (`_compat_launch.launch_of`).  A sum is folded
+Runs on the graphs Inductor lowers, where generated kernels are nodes (`_compat_triton.triton_call`).  A sum is folded
 when nothing else reads it and at least two of its addends are tensors in memory anyway; addends the compiler computes
 stay a sum, which is one addend.  Kernels that need two passes over their rows are left alone.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt import _compat, _compat_launch
+from graphopt import _compat, _compat_triton
 from graphopt.codegen import kernels, readiness, tuned
 from graphopt.codegen.configure import one_pass
 from graphopt.codegen.spec import MAX_ADDENDS, KernelSpec, addend
@@ -46,11 +46,11 @@ def fold(graph: fx.Graph) -> int:
     """Fold in place; returns how many sums disappeared."""
     folded = 0
     for node in list(graph.nodes):
-        launch = _compat_launch.launch_of(node)
+        launch = _compat_triton.triton_call(node)
         spec = None if launch is None else kernels.spec_of(launch.kernel)
         if launch is None or spec is None or spec.direction != "backward" or spec.part != "whole":
             continue
-        folds = [f for g in gradients(spec) if (f := plan(g, launch.tensors.get(g.upper()), spec)) is not None]
+        folds = [f for g in gradients(spec) if (f := plan(g, launch.read.get(g.upper()), spec)) is not None]
         wider = with_addends(spec, folds)
         if not folds or not one_pass(wider) or not compiles(wider, launch):
             continue
@@ -62,9 +62,9 @@ def fold(graph: fx.Graph) -> int:
     return folded
 
 
-def compiles(spec: KernelSpec, launch: _compat_launch.Launch) -> bool:
+def compiles(spec: KernelSpec, launch: _compat_triton.TritonCall) -> bool:
     """Does the wider kernel compile?  (Asked where there is a GPU; a warning says so if not.)"""
-    device = next(iter(launch.tensors.values())).meta["val"].device
+    device = next(iter(launch.read.values())).meta["val"].device
     if device.type != "cuda":
         return True
     try:
@@ -170,4 +170,4 @@ def rewrite(graph: fx.Graph, node: fx.Node, spec: KernelSpec, folds: list[Fold])
     kernel, config = kernels.kernel_of(spec)
     if config.programs_per_sm != tuned.configuration(spec.without_addends).programs_per_sm:
         raise ValueError(f"{spec.function}: addends must not change the grid")
-    _compat_launch.relaunch(node, kernel, config.warps, tensors)
+    _compat_triton.replace_kernel(node, kernel, config.warps, tensors)

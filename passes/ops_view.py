@@ -15,10 +15,11 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 
@@ -176,7 +177,25 @@ def detaches(node: Node) -> bool:
     """Does a node stop gradients?  A cast, a view or `1 + s` made under no_grad does: it cannot be looked through."""
     v = value(node)
     before = [value(n) for n in node.all_input_nodes]
-    return v is not None and not v.requires_grad and any(b is not None and b.requires_grad for b in before)
+    stops = v is not None and not v.requires_grad and any(b is not None and b.requires_grad for b in before)
+    return stops and not _makes_no_gradient(node.graph)
+
+
+_without_gradients: WeakKeyDictionary[Graph, bool] = WeakKeyDictionary()
+
+
+def _makes_no_gradient(graph: Graph) -> bool:
+    """Is a whole graph traced under no_grad (validation, sampling)?  Then no operator in it passes a gradient on.
+
+    Grad mode must be off here and now as well: torch calls a backend in the mode of the frame, and a graph of detached
+    values alone has no gradients either, but would get some from an operator that reads what was detached.
+    """
+    if torch.is_grad_enabled():
+        return False
+    if graph not in _without_gradients:
+        made = (value(n) for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+        _without_gradients[graph] = not any(v is not None and v.requires_grad for v in made)
+    return _without_gradients[graph]
 
 
 def same_size(a: Any, b: Any) -> bool:

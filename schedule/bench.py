@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.schedule.costmodel import read_json, write_json
+from graphopt.schedule.gpu_queue import GpuQueue
 
 log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
@@ -103,6 +104,7 @@ def shape_benchmark(
     path: str | Path | None = None,
     key: dict[str, Any] | None = None,
     reset: Callable[[], Any] | None = None,
+    queued: bool = False,
     progress: bool = True,
 ) -> Runs:
     """Measure a training step over a sweep of synthetic shapes.
@@ -120,6 +122,9 @@ def shape_benchmark(
         path: JSON file, written after every shape; measured shapes in it are not measured again.
         key: settings the times hold for (model, remat, dtype); torch, device and world size are added.
         reset: called after running out of memory, to free what step_fn left behind (gradients: `model.zero_grad`).
+        queued: on a GPU, time each call behind other work in its queue, as in the middle of an optimizer step, where
+            the host is ahead and launching kernels costs nothing; rows then also hold host_s, the seconds the host
+            takes.  Only for a step_fn without collectives.  Elsewhere there is no such queue and no difference.
         progress: show a progress bar on rank 0.
 
     Returns:
@@ -134,12 +139,16 @@ def shape_benchmark(
             f"repeats = {repeats}, warmup = {warmup}, budget_s = {budget_s}, spread = {spread}: need at least 1, 0 and "
             "more than 0"
         )
-    calls = Calls(warmup, repeats, max(repeats, most_repeats), spread)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    queue = GpuQueue(place) if queued and place.type == "cuda" else None
+    if queue and not warmup:
+        raise ConfigError("queued=True needs a warm-up call, to see how long the host takes", remedy="give warmup=1")
+    calls = Calls(warmup, repeats, max(repeats, most_repeats), spread, queue)
     together = dist.is_available() and dist.is_initialized()
     first = not together or dist.get_rank() == 0
     settings = {
         **(key or {}),
+        **({"queued": True} if queue else {}),
         "torch": torch.__version__,
         "world_size": dist.get_world_size() if together else 1,
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
@@ -229,12 +238,14 @@ def _out_of_memory(e: BaseException) -> bool:
 
 
 class Calls(NamedTuple):
-    """How often a shape is run: untimed calls, timed calls at least and at most, and the spread to stop at."""
+    """How a shape is run: untimed calls, timed calls at least and at most, the spread to stop at, and what is queued
+    in front of a timed call."""
 
     warmup: int
     least: int
     most: int
     spread: float
+    queue: GpuQueue | None = None
 
 
 def standard_error(times: list[float]) -> float:
@@ -255,6 +266,7 @@ def _measure(
 ) -> dict[str, Any]:
     """One shape on all ranks."""
     times: list[float] = []
+    host = 0.5  # seconds until the host has launched everything; the first call may compile
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats(place)
     for i in range(calls.warmup + calls.most):
@@ -264,16 +276,20 @@ def _measure(
         _synchronize(place)
         if together:
             dist.barrier()
+        start = calls.queue.start(1.3 * host + 1e-3) if calls.queue and i >= calls.warmup else None
         begin = time.perf_counter()
         failed = False
         try:
             step_fn(shape)
+            if i < calls.warmup:  # behind a long queue the host may have to wait for room
+                host = min(host, time.perf_counter() - begin)
+            seconds = calls.queue.since(start) if calls.queue and start else None
             _synchronize(place)
         except Exception as e:
             if not _out_of_memory(e):
                 raise
-            failed = True
-        seconds = time.perf_counter() - begin
+            failed, seconds = True, None
+        seconds = time.perf_counter() - begin if seconds is None else seconds
         # Outside the handler: the exception's frames, which hold the activations, are gone by now.
         if _agree(failed, place, together):
             if reset:
@@ -288,6 +304,7 @@ def _measure(
     peak = None
     if place.type == "cuda":
         peak = int(_largest(float(torch.cuda.max_memory_allocated(place)), place, together))
+        peak -= calls.queue.bytes if calls.queue else 0
     error = standard_error(times)
     return {
         "status": "ok",
@@ -295,6 +312,7 @@ def _measure(
         "times": times,
         "spread": error if math.isfinite(error) else None,
         "bytes": peak,
+        **({"host_s": _largest(host, place, together)} if calls.queue else {}),
     }
 
 

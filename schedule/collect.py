@@ -154,6 +154,7 @@ def _manifest(
     """What the plan says about itself."""
     mean, longest = step_table.column("mean_s").to_numpy(), step_table.column("max_s").to_numpy()
     imbalance = longest / mean - 1
+    spread = float(mean.std() / mean.mean())
     tokens = step_table.column("tokens").to_numpy().astype(np.float64)
     model = {k: v for k, v in fit.to_json().items() if k not in ("errors", "intervals")}
     return {
@@ -183,6 +184,7 @@ def _manifest(
             "m_comp": more["m_comp"],
             "memory_bytes": more["memory_bytes"],
             "tau": more["tau"],
+            "uneven": more["uneven"],
             "step_cost_s": p.step_cost,
             "buckets": None if more["buckets"] is None else more["buckets"].tolist(),
             "allowed_b": None if p.allowed is None else list(p.allowed),
@@ -195,7 +197,9 @@ def _manifest(
         "repeated": left.repeated.tolist(),
         "left_shapes": {k: p.samples.shape_id[getattr(left, k)].tolist() for k in ("dropped", "carried")},
         "carried_in": more["carried_in"],
-        "warnings": more["warnings"],
+        "warnings": more["warnings"]
+        + ([f"steps of equal cost would leave ranks waiting, so these differ by {spread:.0%} (standard deviation); "
+            f"tau = {more['tau']:g} is their mean, and a larger one makes them alike"] if p.unlike else []),
         "totals": {**totals, "shape_batch_pairs": graphs},
         "predicted": {
             "imbalance_mean": float(longest.sum() / mean.sum() - 1),

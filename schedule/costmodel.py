@@ -3,7 +3,7 @@
 Every form is affine in B: time = max(floor, fixed(shape) + B * each(shape)).  The floor is what launching the kernels
 takes: below it the host is the bottleneck, whatever the shape.  Forms:
 
-- `two_term` (default): a + b * B * S + c * B * S^2
+- `two_term` (default): a + b * B * S + c * B * S^2, and d * B * L where captions were measured
 - `power_law` (AdaptiveLoad): a + b * B * S^p
 - `symbolic`: a + sum of theta_i * term_i(B, T, H, W, L), terms from a traced graph (cost.py)
 """
@@ -59,7 +59,8 @@ class CostFit:
 
     Args:
         form: "two_term", "power_law" or "symbolic".
-        coefficients: a, b, c (seconds, per token, per token^2); a, b, p; or a and theta_i (seconds per unit of term i).
+        coefficients: a, b, c (seconds, per token, per token^2) and d (per caption token, or absent); a, b, p; or a and
+            theta_i (seconds per unit of term i).
         terms: for "symbolic", the terms as sympy text in B, T, H, W (token grid), L.
         source: "measured", or "symbolic" for a model trace and a hardware description without any measurement.
         r2: coefficient of determination of the fit. mape: mean absolute relative error. max_error: the largest.
@@ -125,7 +126,7 @@ class CostFit:
         s = shapes.tokens.astype(np.float64)
         c = self.coefficients
         if self.form == "two_term":
-            fixed, each = np.full(len(s), c["a"]), c["b"] * s + c["c"] * s * s
+            fixed, each = np.full(len(s), c["a"]), c["b"] * s + c["c"] * s * s + c.get("d", 0.0) * shapes.caption
         elif self.form == "power_law":
             fixed, each = np.full(len(s), c["a"]), c["b"] * s ** c["p"]
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-ORDER, DEAL, SLOT, BATCH = range(4)  # independent streams of one seed
+ORDER, DEAL, SLOT, BATCH, STEP = range(5)  # independent streams of one seed
 
 
 def raw_bits(n: int, seed: int, epoch: int, stream: int) -> np.ndarray:

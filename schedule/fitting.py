@@ -34,9 +34,10 @@ def fit_cost(
     Args:
         runs: what `shape_benchmark` returned, or a sequence of dicts with B, T, H, W, L (or B, S) and `seconds`, and
             optionally `bytes`.  Shapes that ran out of memory are left out.
-        form: "two_term": a + b*B*S + c*B*S^2 (default). "power_law": a + b*B*S^p, AdaptiveLoad's. "symbolic":
-            a + theta_1 * (linear FLOPs) + theta_2 * (attention FLOPs) + theta_3 * (bytes moved), with `cost` in the
-            dimensions B, T, H, W, L of the token grid (`SymbolicCost.subs` converts latent sizes).
+        form: "two_term": a + b*B*S + c*B*S^2 (default), and d*B*L where runs with captions and several B show it.
+            "power_law": a + b*B*S^p, AdaptiveLoad's. "symbolic": a + theta_1 * (linear FLOPs) + theta_2 * (attention
+            FLOPs) + theta_3 * (bytes moved), with `cost` in the dimensions B, T, H, W, L of the token grid
+            (`SymbolicCost.subs` converts latent sizes).
         max_error: largest relative error of the mean allowed before the fit is refused.
         refuse: raise on a bad fit (False returns it, to look at its plot).
 
@@ -79,6 +80,8 @@ def fit_cost(
     else:
         if form == "two_term":
             names, columns = ["b", "c"], [batch * tokens, batch * tokens**2]
+            if _captions_tell(batch, tokens, table.caption.astype(np.float64), seconds):
+                names, columns = [*names, "d"], [*columns, batch * table.caption]
         else:
             terms, columns = _symbolic_terms(cost, table, batch)
             names = [f"theta_{i}" for i in range(len(terms))]
@@ -189,6 +192,18 @@ def _power_law(batch: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> tu
     )
     _, (a, b), p = solve(float(best.x))
     return float(a), float(b), p
+
+
+def _captions_tell(batch: np.ndarray, tokens: np.ndarray, caption: np.ndarray, seconds: np.ndarray) -> bool:
+    """Does a term in B * L pay for itself?  Where B is always 1 and L the same, it is the constant."""
+    if not caption.any() or len(np.unique(batch * caption)) < 2:
+        return False
+    plain = np.stack([np.ones_like(tokens), batch * tokens, batch * tokens**2], 1)
+    more = np.column_stack([plain, batch * caption])
+    one, two = (
+        float(((j @ _relative_nnls(j, seconds) / seconds - 1) ** 2).sum()) for j in (plain, more)
+    )  # fmt: skip
+    return len(seconds) > 5 and len(seconds) * np.log(one / max(two, 1e-12)) - 2 > 4  # Akaike, and more
 
 
 def _symbolic_terms(

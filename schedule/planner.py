@@ -35,6 +35,7 @@ def plan_batches(
     seed: int = 0,
     epoch: int = 0,
     tau: float = 1.3,
+    uneven: bool = True,
     sync: str = "step",
     microbatches: int | None = None,
     allowed_b: Sequence[int] | None = None,
@@ -69,6 +70,8 @@ def plan_batches(
         seed, epoch: the order; equal inputs give equal bytes.
         tau: wanted cost of a rank's step, in units of the costliest sample.  It sets the global batch; below about 1.3
             no planner can balance, and the plan says so.
+        uneven: where steps of equal cost and composition would leave ranks waiting (few samples per rank and step, many
+            of them costly), form level steps of unlike cost; `tau` is then their mean, and the plan says so.
         sync: "step" (ranks meet once a step: DDP, FSDP2 in ZeRO-1 style), or "microbatch" (ZeRO-3, pipelines: K equal).
         microbatches: K for sync="microbatch" (4 by default) and for the two bucket policies (1 by default).
         allowed_b: the only batch sizes to use, e.g. (1, 2, 4, 8), to bound the number of compiled graphs.
@@ -81,7 +84,8 @@ def plan_batches(
             or "pad" with repeats.  Always listed in the plan.
         carry_in: rows that the epoch before carried over.
         only: rows to plan instead of all (to re-plan what another world size has left).
-        window_steps: steps balanced at a time; bounds memory, not quality.
+        window_steps: steps balanced at a time (16 to 64 at least, where they may be uneven); bounds memory, not
+            quality.
         out: write the plan here window by window, and return it as loaded; for data sets of many million rows.
         progress: called with (steps done, steps).
 
@@ -183,6 +187,7 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         o["seed"],
         o["epoch"],
         _advice(fit, o),
+        o["uneven"],
     )
     warnings = []
     if o["policy"] == "step_balanced" and not slots_mode and o["tau"] < 1.3:
@@ -201,6 +206,7 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         "m_comp": m_comp,
         "warnings": warnings,
         "tau": o["tau"],
+        "uneven": o["uneven"],
         "ranks": ranks,
         "sp": sp,
         "sp_efficiency": o["sp_efficiency"],

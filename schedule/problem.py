@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,6 +33,8 @@ class Problem:
         slots: every microbatch is a barrier (ZeRO-3, pipelines), so K is equal on all ranks.
         tail: "carry", "drop" or "pad".
         advice: what else may help where samples do not fit.
+        uneven: steps may differ in cost where equal ones cannot be level.
+        unlike: first step of each window where they do; planning fills it.
     """
 
     samples: Samples
@@ -52,6 +54,8 @@ class Problem:
     seed: int
     epoch: int
     advice: str = ""
+    uneven: bool = True
+    unlike: set[int] = field(default_factory=set)
 
     @property
     def tokens(self) -> np.ndarray:

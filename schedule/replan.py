@@ -129,6 +129,7 @@ def _options(plan: Plan, ranks: int, tau: float | None, speeds: Sequence[float] 
         "seed": m["seed"],
         "tail": m["tail"],
         "tau": limits["tau"] if tau is None else tau,
+        "uneven": limits.get("uneven", False),
         "m_mem": limits["m_mem"],
         "m_comp": limits["m_comp"],
         "memory_bytes": limits["memory_bytes"],

@@ -3,7 +3,7 @@
 Ranks may run different numbers of microbatches in a step, so only the step's end is a barrier.  Order of work: deal all
 samples to steps in cost strata (dealing.py); per step, cut each shape's samples into units of a few percent of a
 rank's load; LPT; exchanges; merge equal shapes that met on a rank up to the memory cap; exchanges again with what was
-merged.
+merged.  Where that leaves ranks waiting, steps are formed anew, of unlike cost (uneven.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from graphopt.errors import PlanInfeasible
 from graphopt.schedule import dealing
 from graphopt.schedule.balance import lpt, refine
 from graphopt.schedule.problem import OVER_COMPUTE, REPEATED, Leftover, Problem, Window, slot_numbers, split_sizes
+from graphopt.schedule.uneven import Units, chunk_steps, joined, merge, only, regroup, waste
 
 GRAIN = 0.05  # a unit costs at most this fraction of a rank's step, if one sample does
+UNLEVEL = 0.02  # predicted waiting above which steps need no longer cost alike
+HOPELESS = 0.08  # and above which, after LPT, it is not tried for long to level equal ones
 TOLERANCE = 0.002  # exchanges stop when the fullest rank is this close to the mean
 ROUNDS = (8, 12, 30)  # of exchanges: before merging, after merging, and after merging what met then
 WORKERS = min(4, os.cpu_count() or 1)
@@ -122,6 +125,7 @@ def _windows(
     again = None if again is None else again.reshape(-1, p.atom)[order]
     per_step = max(1, len(step) // steps)
     width = window_steps or max(16, WINDOW_SAMPLES // per_step)
+    width = -(-width // chunk_steps(p.groups)) * chunk_steps(p.groups) if p.uneven else width
     bounds = np.searchsorted(step, np.arange(0, steps + width, width))
     # Windows are independent; numpy lets go of the interpreter lock in its loops, so a second thread helps.
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -171,38 +175,57 @@ def _balance(
     grain[few[g_step]] = 1
     group, size = split_sizes(count, grain, None)
     u_step, u_shape = g_step[group], g_shape[group]
-    rank = lpt(u_step, p.cost(u_shape, size * p.atom), steps, p.groups, p.speeds)
-    for rounds in ROUNDS:
-        rank = refine(
-            u_step,
-            rank,
-            p.cost(u_shape, size * p.atom),
-            steps,
-            p.groups,
-            p.speeds,
-            tolerance=TOLERANCE,
-            rounds=rounds,
-        )
-        u_step, rank, u_shape, size = merge(u_step, rank, u_shape, size, most, p, len(each))
-    return assemble(p, u_step, rank, u_shape, size, rows, again, first)
+    made = lpt_and_exchange(p, u_step, u_shape, size, steps, most)
+    bad = waste(p, made, steps) > UNLEVEL
+    if p.uneven and bad.any():
+        chunk = chunk_steps(p.groups)
+        mine = bad[u_step // chunk]
+        far = regroup(p, u_step[mine], u_shape[mine], size[mine], steps, most, first, tolerance=TOLERANCE,
+                      rounds=ROUNDS[:2])  # fmt: skip
+        far = exchange(p, far, steps, most)
+        better = bad & (waste(p, far, steps) < waste(p, made, steps))
+        made = joined([only(made, ~better[made[0] // chunk]), only(far, better[far[0] // chunk])])
+        p.unlike.update([first] if better.any() else [])
+        # Units have changed steps: rows follow, shape by shape.
+        by_shape, wanted = np.argsort(shape, kind="stable"), _by_shape(made)
+        rows, again = rows[by_shape][wanted], None if again is None else again[by_shape][wanted]
+    return assemble(p, *made, rows, again, first)
 
 
-def merge(
-    step: np.ndarray, rank: np.ndarray, shape: np.ndarray, size: np.ndarray, most: np.ndarray, p: Problem, shapes: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Join units of one shape that met on a rank into as few microbatches as memory allows."""
-    key = (step.astype(np.int64) * p.groups + rank) * shapes + shape
-    distinct, inverse = np.unique(key, return_inverse=True)
-    total = np.bincount(inverse, size).astype(np.int64)
-    allowed = tuple(b // p.atom for b in p.allowed) if p.allowed else None
-    group, size = split_sizes(total, most[distinct % shapes], allowed)
-    cell = distinct[group] // shapes
-    return (
-        (cell // p.groups).astype(np.int32),
-        (cell % p.groups).astype(np.int32),
-        (distinct[group] % shapes).astype(np.int32),
-        size,
-    )
+def lpt_and_exchange(
+    p: Problem, step: np.ndarray, shape: np.ndarray, size: np.ndarray, steps: int, most: np.ndarray
+) -> Units:
+    """Units to ranks, within the steps they were dealt to."""
+    rank = lpt(step, p.cost(shape, size * p.atom), steps, p.groups, p.speeds)
+    units = step, rank, shape, size
+    if not p.uneven:
+        return exchange(p, units, steps, most)
+    hopeless = (waste(p, units, steps) > HOPELESS)[step // chunk_steps(p.groups)]
+    return joined([
+        exchange(p, only(units, which), steps, most, turns)
+        for which, turns in ((~hopeless, ROUNDS), (hopeless, ROUNDS[:1])) if which.any()
+    ])  # fmt: skip
+
+
+def exchange(p: Problem, units: Units, steps: int, most: np.ndarray, turns: tuple[int, ...] = ROUNDS) -> Units:
+    """Exchange units between a step's ranks and merge those that meet."""
+    step, rank, shape, size = units
+    for rounds in turns:
+        cost = p.cost(shape, size * p.atom)
+        rank = refine(step, rank, cost, steps, p.groups, p.speeds, tolerance=TOLERANCE, rounds=rounds)
+        step, rank, shape, size = merge(step, rank, shape, size, most, p, p.groups)
+    return step, rank, shape, size
+
+
+def _by_shape(units: Units) -> np.ndarray:
+    """Where the atoms of units in the order (step, shape, rank) stand if they are ordered by (shape, step, rank)."""
+    step, rank, shape, size = units
+    start = np.empty(len(size), np.int64)
+    order = np.lexsort((rank, step, shape))
+    start[order] = np.cumsum(size[order]) - size[order]
+    wanted = np.lexsort((rank, shape, step))
+    ends = np.cumsum(size[wanted])
+    return np.arange(ends[-1]) + np.repeat(start[wanted] - (ends - size[wanted]), size[wanted])
 
 
 def assemble(

@@ -35,6 +35,15 @@ if INTERPRETED:
 
     interpreter._convert_float = _nearest_even
 
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _scalars_from_arrays_of_one(tensor, *scope):  # type: ignore[no-untyped-def]
+        """Triton 3.6 makes a Python integer of an array [1], which numpy 2.4 refuses."""
+        _patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = _scalars_from_arrays_of_one
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--nightly` runs what is too long for CI as well."""

@@ -45,7 +45,7 @@ from graphopt.codegen.dsa.device import (
 PAD = ", mask=d[None, :] < D, other=0.0"
 
 # sizes and strides that must not make a new kernel
-RUNTIME = ["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "first"]
+RUNTIME = ["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "first", "o_b", "o_g", "o_n"]
 
 # below 1 only at the far border; what the cap costs: 2^-20 of a weight, and 2^11 ulp of an offset gradient there
 FORWARD_CAP, BACKWARD_CAP = "1 - 2.0**-20", "1 - 2.0**-13"
@@ -307,7 +307,7 @@ def expand_source(window: tuple[int, int, int]) -> str:
     """
     KT, KH, KW = window
     wide = 1 << KW.bit_length()
-    s = f'''@triton.jit(do_not_specialize=["T", "H", "W", "heads", "group", "first", "pitch"])
+    s = f'''@triton.jit(do_not_specialize=["T", "H", "W", "heads", "group", "first", "pitch", "o_b", "o_g", "o_n"])
 def expand(TAPS, OFFSETS, WORDS, BASES, T, H, W, heads, group, first, pitch, o_b, o_g, o_n, BQ: tl.constexpr,
            HALF: tl.constexpr):
     local = tl.program_id(1)

@@ -5,13 +5,17 @@
 
 x is [B, N, C] with N = T * H * W in raster order; the result [B, N, out] is fp32, because offsets are.  The GELU is the
 tanh form.  torch's depthwise Conv3d has no fast path (pytorch#37406), and it wants channels first.
+
+The kernels keep u, the convolution's result, for the backward: 27 fmas an element to make again, one store to keep.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,27 +25,58 @@ from torch import Tensor
 from torch.nn.functional import conv3d, linear
 
 from graphopt.codegen import store
+from graphopt.codegen.dsa import head_emit
 from graphopt.codegen.operators import has_triton
 
-# tokens of a plane, channels and warps of one program: two channels a thread, so that the weights stay in registers
-TILE = (4, 64, 4)
-PROGRAMS = 24  # programs a plane is spread over; each walks along t for several groups of tokens
 MAX_OUT = 128
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a convolution kernel is cut: a warp per strip, walked along t; a block of strips per program."""
+
+    strip: head_emit.Strip  # tokens of a thread, (h, w)
+    block: tuple[int, int]  # strips of a program, (h, w): a square one shares more of its border in L1
+    programs: int  # a plane is spread over at most this many
+    words: int = 32  # pairs of channels: one a thread
+
+    def launch(self, H: int, W: int, C: int) -> tuple[int, int, int]:
+        """(programs over a plane, programs over channels, tiles per program)."""
+        tiles = -(-H // (self.strip[0] * self.block[0])) * -(-W // (self.strip[1] * self.block[1]))
+        steps = -(-tiles // self.programs)
+        return -(-tiles // steps), -(-C // (2 * self.words)), steps
+
+
+@dataclass(frozen=True)
+class Product:
+    """Tile of a matrix product: rows, channels, warps, stages, and programs over the rows where each takes several."""
+
+    rows: int
+    channels: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+
+FORWARD = Walk((2, 4), (2, 2), 1 << 20)
+BACKWARD = Walk((1, 4), (2, 2), 96)
+LINEAR = Product(128, 64, 4, 3)
+SLOPE = Product(64, 64, 4, 2, 44)
 
 
 def source_hash() -> str:
     """Twelve hex digits over this file and the kernels."""
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("head.py", "head_kernels.py"))
+    text = b"".join((folder / name).read_bytes() for name in ("head.py", "head_emit.py", "head_kernels.py"))
     return hashlib.sha256(text).hexdigest()[:12]
 
 
 def reference_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
-                      W: int) -> Tensor:
-    """The definition, in fp32 or the inputs' higher precision."""
+                      W: int) -> tuple[Tensor, Tensor]:
+    """(offsets, nothing kept): the definition, in fp32 or the inputs' higher precision."""
     high = torch.float64 if x.dtype == torch.float64 else torch.float32
     u = _convolve(x.to(high), weight.to(high), bias.to(high), T, H, W)
-    return linear(_gelu(u), out_weight.to(high), out_bias.to(high))
+    return linear(_gelu(u), out_weight.to(high), out_bias.to(high)), x.new_empty(0)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, T: int, H: int, W: int) -> Tensor:
@@ -54,8 +89,8 @@ def _gelu(u: Tensor) -> Tensor:
     return torch.nn.functional.gelu(u, approximate="tanh")
 
 
-def reference_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int, H: int,
-                       W: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def reference_backward(dy: Tensor, x: Tensor, kept: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int,
+                       H: int, W: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias, out_weight, out_bias."""
     high = torch.float64 if x.dtype == torch.float64 else torch.float32
     xx, ww, dd = x.to(high), weight.to(high), dy.to(high)
@@ -72,115 +107,140 @@ def reference_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, out_
         (volume[:, :, a : a + T, b : b + H, c : c + W] * of).sum((0, 2, 3, 4))
         for a in range(3) for b in range(3) for c in range(3)], 1).view(C, 1, 3, 3, 3)
     flat = lambda v: v.reshape(-1, v.shape[-1])  # noqa: E731
-    return (torch.empty_like(x).copy_(dx), dweight.to(weight.dtype), flat(du).sum(0).to(bias.dtype),
+    return (dx.to(x.dtype).contiguous(), dweight.to(weight.dtype), flat(du).sum(0).to(bias.dtype),
             (flat(dd).T @ flat(_gelu(u))).to(out_weight.dtype), flat(dd).sum(0).to(dy.dtype))
 
 
 @cache
-def _kernel(name: str) -> Any:
-    from graphopt.codegen.dsa import head_kernels
-
-    make = head_kernels.convolution_source if name == "head_convolve" else head_kernels.backward_input_source
-    return getattr(store.load(name, make()), name)
+def _walks(name: str, strip: head_emit.Strip) -> Any:
+    return getattr(store.load(name, head_emit.module(name, strip)), name)
 
 
-def _operands(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights as the kernels read them: taps [27, C] and bias in fp32."""
-    return weight.reshape(x.shape[-1], 27).T.float().contiguous(), bias.float()
+def _taps(weight: Tensor) -> Tensor:
+    """Weights as the kernels read them, [27, 2, C / 2] in fp32: the even channels, then the odd ones."""
+    C = weight.shape[0]
+    new = torch.empty((27, 2, C // 2), dtype=torch.float32, device=weight.device)
+    return new.copy_(weight.reshape(C // 2, 2, 27).permute(2, 1, 0))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32: offsets in bf16 would be off by a part of a token."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+def _walk(kernel: str, walk: Walk, tensors: tuple[Tensor, ...], x: Tensor, grid: tuple[int, int, int]) -> None:
+    """Launch a convolution kernel; it reads x in words of two channels."""
+    B, _, C = x.shape
+    rows, columns, steps = walk.launch(grid[1], grid[2], C)
+    _walks(kernel, walk.strip)[(rows, columns, B)](
+        *tensors, *grid, steps, x.stride(0) // 2, x.stride(1) // 2, C, *walk.block, walk.words,
+        x.dtype == torch.float16, _ptx(), num_warps=math.prod(walk.block), num_stages=1)
 
 
-def _launch(H: int, W: int, C: int) -> tuple[int, int, int]:
-    """(programs over a plane, programs over channels, groups of tokens per program)."""
-    rows, columns, _ = TILE
-    groups = -(-H * W // rows)
-    steps = -(-groups // PROGRAMS)
-    return -(-groups // steps), -(-C // columns), steps
+def _in_words(x: Tensor) -> Tensor:
+    """x, copied unless its tokens are whole 32-bit words."""
+    whole = x.stride(-1) == 1 and all(s % 2 == 0 for s in (x.stride(0), x.stride(1), x.storage_offset()))
+    return x if whole else x.contiguous()
 
 
 def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
-                   W: int) -> Tensor:
-    """Convolution and GELU in one pass over x; the linear layer is a matrix product with an fp32 result."""
+                   W: int) -> tuple[Tensor, Tensor]:
+    """(offsets, u): the convolution writes u, the linear layer reads it through GELU."""
+    from graphopt.codegen.dsa import head_kernels
+
     B, N, C = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    z = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    rows, columns, steps = _launch(H, W, C)
-    _kernel("head_convolve")[(rows, columns, B)](
-        x, *_operands(x, weight, bias), z, z, z, T, H, W, C, steps, x.stride(0), x.stride(1), *TILE[:2], False,
-        num_warps=TILE[2], num_stages=1)
-    y = _product(z.view(B * N, C), out_weight.to(x.dtype).T)
-    return y.view(B, N, -1) + out_bias.float()
+    x, out = _in_words(x), out_weight.shape[0]
+    u = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
+    even_odd = bias.float().view(C // 2, 2).T.contiguous()
+    _walk("head_convolve", FORWARD, (x, _taps(weight), even_odd, u), x, (T, H, W))
+    y = torch.empty((B, N, out), dtype=torch.float32, device=x.device)
+    head_kernels.head_linear[(-(-B * N // LINEAR.rows),)](
+        u, out_weight.to(x.dtype).contiguous(), out_bias, y, B * N, C, out, _padded(out), LINEAR.rows, LINEAR.channels,
+        _ptx(), num_warps=LINEAR.warps, num_stages=LINEAR.stages)
+    return y, u
 
 
-def triton_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int, H: int,
+def _ptx() -> bool:
+    """May the kernels use NVIDIA's assembly?  Not on AMD, and not under the interpreter."""
+    return torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def _padded(out: int) -> int:
+    return max(16, 1 << (out - 1).bit_length())
+
+
+def triton_backward(dy: Tensor, x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int, H: int,
                     W: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Two passes: recompute u for du and z, then the transposed convolution together with the weight gradient."""
+    """du from u and dy with the linear layer's gradients, then the transposed convolution with the weight gradient."""
+    from graphopt.codegen.dsa import head_kernels
+
     B, N, C = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    taps, first_bias = _operands(x, weight, bias)
-    rows, columns, steps = _launch(H, W, C)
-    low = dy.to(x.dtype)
-    dz = low @ out_weight.to(x.dtype)
-    z, du, dx = (torch.empty((B, N, C), dtype=x.dtype, device=x.device) for _ in range(3))
-    _kernel("head_convolve")[(rows, columns, B)](
-        x, taps, first_bias, dz, z, du, T, H, W, C, steps, x.stride(0), x.stride(1), *TILE[:2], True,
-        num_warps=TILE[2], num_stages=1)
-    dweight = torch.empty((B * rows, 27, C), dtype=torch.float32, device=x.device)
-    _kernel("head_backward_input")[(rows, columns, B)](
-        x, du, taps, dx, dweight, T, H, W, C, steps, x.stride(0), x.stride(1), *TILE[:2], num_warps=TILE[2],
-        num_stages=1)
-    dlinear = _product(low.reshape(B * N, -1).T, z.view(B * N, C))
-    return (dx, dweight.sum(0).T.reshape(C, 1, 3, 3, 3).to(weight.dtype),
-            du.sum((0, 1), dtype=torch.float32).to(bias.dtype), dlinear.to(out_weight.dtype), dy.sum((0, 1)))
+    x, out = _in_words(x), out_weight.shape[0]
+    new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)  # noqa: E731
+    blocks = -(-B * N // SLOPE.rows)
+    steps = -(-blocks // SLOPE.programs)
+    programs = -(-blocks // steps)
+    du, sums = torch.empty_like(u), new(programs, out, C)
+    low, matrix = dy.to(x.dtype).contiguous(), out_weight.to(x.dtype).contiguous()
+    head_kernels.head_slope[(programs, -(-C // SLOPE.channels))](
+        u, low, matrix, du, sums, B * N, steps, C, out, _padded(out), SLOPE.rows, SLOPE.channels, SLOPE.stages,
+        _ptx(), num_warps=SLOPE.warps)
+    dx = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
+    partial = new(B * BACKWARD.launch(H, W, C)[0], head_emit.SUMS, 2, C // 2)
+    _walk("head_backward_input", BACKWARD, (x, du, _taps(weight), dx, partial), x, (T, H, W))
+    total = partial.sum(0).permute(2, 1, 0)  # [C / 2, 2, 28]
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+    dweight.view(C // 2, 2, 27).copy_(total[..., :27])
+    return dx, dweight, total[..., 27].reshape(C).to(bias.dtype), sums.sum(0).to(out_weight.dtype), dy.sum((0, 1))
 
 
 def fake_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
-                 W: int) -> Tensor:
-    """[B, N, out] in fp32, or fp64 for fp64 inputs."""
+                 W: int) -> tuple[Tensor, Tensor]:
+    """[B, N, out] in fp32, or fp64 for fp64 inputs; nothing is kept."""
     high = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty((x.shape[0], x.shape[1], out_weight.shape[0]), dtype=high)
+    return x.new_empty((x.shape[0], x.shape[1], out_weight.shape[0]), dtype=high), x.new_empty(0)
 
 
-def fake_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int, H: int,
+def fake_triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
+                        W: int) -> tuple[Tensor, Tensor]:
+    """[B, N, out] in fp32, and u like x."""
+    return x.new_empty((x.shape[0], x.shape[1], out_weight.shape[0]), dtype=torch.float32), x.new_empty(x.shape)
+
+
+def fake_backward(dy: Tensor, x: Tensor, kept: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int, H: int,
                   W: int) -> tuple[Tensor, ...]:
-    """Gradients like their tensors, contiguous but dx."""
+    """Gradients like their tensors, contiguous."""
     rest = [t.new_empty(t.shape) for t in (weight, bias, out_weight)]
-    return (torch.empty_like(x), *rest, dy.new_empty((out_weight.shape[0],)))
+    return (x.new_empty(x.shape), *rest, dy.new_empty((out_weight.shape[0],)))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, bias, out_weight, out_bias = inputs[:5]
-    ctx.save_for_backward(x, weight, bias, out_weight)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, output[1], weight, bias, out_weight)
     ctx.grid, ctx.out_dtype = inputs[5:], out_bias.dtype
 
 
 _OPERATORS: dict[str, Any] = {}
 
 
-def _register(engine: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+def _register(engine: str, forward: Callable[..., Any], backward: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = f"offset_head{'_triton' if engine == 'triton' else ''}_{source_hash()}"
     forward_op = torch.library.custom_op(f"graphopt::{name}", forward, mutates_args=())
     backward_op = torch.library.custom_op(f"graphopt::{name}_backward", backward, mutates_args=())
-    forward_op.register_fake(fake_forward)
+    forward_op.register_fake(fake)
     backward_op.register_fake(fake_backward)
     handle = getattr(torch.ops.graphopt, f"{name}_backward").default
 
-    def formula(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, out_weight = ctx.saved_tensors
-        *grads, last = handle(dy, x, weight, bias, out_weight, *ctx.grid)
+    def formula(ctx: Any, dy: Tensor | None, _kept: None) -> tuple[Any, ...]:
+        if dy is None:
+            return (None,) * 8
+        *grads, last = handle(dy, *ctx.saved_tensors, *ctx.grid)
         return (*grads, last.to(ctx.out_dtype), None, None, None)
 
     forward_op.register_autograd(formula, setup_context=_setup_context)
     _OPERATORS[engine] = getattr(torch.ops.graphopt, name).default
 
 
-_register("reference", reference_forward, reference_backward)
+_register("reference", reference_forward, reference_backward, fake_forward)
 if has_triton():
-    _register("triton", triton_forward, triton_backward)
+    _register("triton", triton_forward, triton_backward, fake_triton_forward)
 
 
 def operator(engine: str) -> Any:
@@ -189,8 +249,9 @@ def operator(engine: str) -> Any:
 
 
 def pick(x: Tensor, out: int) -> str:
-    """The engine for an input: kernels for bf16 and fp16 on a GPU."""
-    return "triton" if x.device.type == "cuda" and x.dtype.itemsize == 2 and out <= MAX_OUT else "reference"
+    """The engine for an input: kernels for bf16 and fp16 on a GPU, channels in pairs."""
+    fits = x.dtype.itemsize == 2 and x.shape[-1] % 2 == 0 and out <= MAX_OUT
+    return "triton" if x.device.type == "cuda" and fits else "reference"
 
 
 def offset_head(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor,
@@ -203,4 +264,4 @@ def offset_head(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out
         out_weight, out_bias: of the linear layer, [out, C] and [out].
         grid: (T, H, W).
     """
-    return operator(pick(x, out_weight.shape[0]))(x, weight, bias, out_weight, out_bias, *grid)
+    return operator(pick(x, out_weight.shape[0]))(x, weight, bias, out_weight, out_bias, *grid)[0]

@@ -1,7 +1,6 @@
-"""Kernels of the offset head: the depthwise 3x3x3 convolution and GELU over channels-last video tokens.
+"""Kernels of the offset head around its convolution: GELU with the linear layer, and their gradients.
 
-Each program owns consecutive tokens of one plane and a block of channels and walks along t.  A plane of x is loaded
-once per neighbour in (h, w), 9 times instead of 27, and adds to the running sums of three planes.
+Both are matrix products that GELU's arithmetic is folded into, so that z = gelu(u) is never written.
 """
 
 from __future__ import annotations
@@ -9,136 +8,93 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphopt.codegen.dsa.device import pack_pair, pack_pair_portable, unpack_pair
+
 
 @triton.jit
-def gelu(u):
+def unpack_channels(word, HALF: tl.constexpr):
+    # the two channels of a word in fp32; a bf16 value is the upper half of its fp32
+    if HALF:
+        a, b = unpack_pair(word, HALF)
+        return a.to(tl.float32), b.to(tl.float32)
+    else:
+        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack_channels(a, b, HALF: tl.constexpr, PTX: tl.constexpr):
+    if PTX:
+        return pack_pair(a, b, HALF)
+    else:
+        return pack_pair_portable(a, b, HALF)
+
+
+@triton.jit
+def sigmoid(x, beside, PTX: tl.constexpr):
+    # 1 / (1 + 2^x) in two approximate instructions, each right to about 2^-22; infinite x is right.  `beside` is not
+    # read: it keeps Triton from doing this in two layouts where x meets a product
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }", "=f,f,f",
+            [x, beside], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / (1.0 + tl.exp2(x))
+
+
+@triton.jit
+def gelu(u, PTX: tl.constexpr):
     # tanh form: u / (1 + exp(-2 sqrt(2 / pi) (u + 0.044715 u^3))), exponent in base 2
-    return u / (1.0 + tl.exp2(u * (-2.302208198 - 0.1029432397 * u * u)))
+    return u * sigmoid(u * (-2.302208198 - 0.1029432397 * u * u), u, PTX)
 
 
 @triton.jit
-def gelu_slope(u):
+def gelu_slope(u, beside, PTX: tl.constexpr):
     # (gelu, its derivative)
-    s = 1.0 / (1.0 + tl.exp2(u * (-2.302208198 - 0.1029432397 * u * u)))
-    return u * s, s + u * s * (1.0 - s) * (1.595769122 + 0.2140644488 * u * u)
+    square = u * u
+    s = sigmoid(u * (-2.302208198 - 0.1029432397 * square), beside, PTX)
+    z = u * s
+    return z, s + (z - z * s) * (1.595769122 + 0.2140644488 * square)
 
 
-TAPS = [(dt, dh, dw) for dt in (-1, 0, 1) for dh in (-1, 0, 1) for dw in (-1, 0, 1)]
-HEADER = """import triton
-import triton.language as tl
+@triton.jit(do_not_specialize=["rows"])
+def head_linear(U, WEIGHT, BIAS, Y, rows, C: tl.constexpr, OUT: tl.constexpr, OP: tl.constexpr, BM: tl.constexpr,
+                BC: tl.constexpr, PTX: tl.constexpr):
+    # Y [rows, OUT] = gelu(U) @ WEIGHT^T + BIAS
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    o = tl.arange(0, OP)
+    start = tl.minimum(r, rows - 1).to(tl.int64)[:, None] * C
+    acc = tl.zeros([BM, OP], tl.float32)
+    for k in range(0, C, BC):
+        c = k + tl.arange(0, BC)
+        if C % BC == 0:
+            u = tl.load(U + start + c[None, :])
+            w = tl.load(WEIGHT + o[None, :] * C + c[:, None], mask=(o < OUT)[None, :], other=0.0)
+        else:
+            u = tl.load(U + start + c[None, :], mask=(c < C)[None, :], other=0.0)
+            w = tl.load(WEIGHT + o[None, :] * C + c[:, None], mask=(o < OUT)[None, :] & (c < C)[:, None], other=0.0)
+        acc = tl.dot(gelu(u.to(tl.float32), PTX).to(w.dtype), w, acc)
+    acc += tl.load(BIAS + o, mask=o < OUT, other=0.0).to(tl.float32)[None, :]
+    tl.store(Y + r.to(tl.int64)[:, None] * OUT + o[None, :], acc, mask=(r < rows)[:, None] & (o < OUT)[None, :])
 
-from graphopt.codegen.dsa.head_kernels import gelu, gelu_slope
 
-
-"""
-
-
-def convolution_source() -> str:
-    """Kernel `head_convolve`: X -> Z = gelu(u), u the convolution; BACKWARD: X, DZ -> Z, DU = DZ gelu'(u).
-
-    A thread has two channels, so that its 54 weights stay in registers.
-    """
-    index = {tap: i for i, tap in enumerate(TAPS)}
-    lines = [f"    w{i} = tl.load(WEIGHT + {i} * C + c, mask=c < C, other=0.0)[None, :]" for i in index.values()]
-    body = []
-    for dh in (-1, 0, 1):
-        for dw in (-1, 0, 1):
-            body += [
-                f"ok = inside & (h >= {-dh}) & (h < H - ({dh})) & (w >= {-dw}) & (w < W - ({dw}))",
-                f"x = tl.load(X + (t * HW + p + ({dh}) * W + ({dw})).to(tl.int64)[:, None] * x_n + c[None, :], "
-                "mask=ok[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)",
-                # plane t is the last neighbour of plane t - 1 and the first one of plane t + 1
-                f"above += x * w{index[1, dh, dw]}", f"here += x * w{index[0, dh, dw]}",
-                f"below += x * w{index[-1, dh, dw]}"]
-    text = HEADER + """@triton.jit(do_not_specialize=["T", "H", "W", "steps"])
-def head_convolve(X, WEIGHT, BIAS, DZ, Z, DU, T, H, W, C, steps, x_b, x_n, BM: tl.constexpr, BC: tl.constexpr,
-                  BACKWARD: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "steps"])
+def head_slope(U, DY, WEIGHT, DU, SUMS, rows, steps, C: tl.constexpr, OUT: tl.constexpr, OP: tl.constexpr,
+               BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr):
+    # DU = (DY @ WEIGHT) gelu'(U); of this program's rows: SUMS [OUT, C] = DY^T gelu(U)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    batch = tl.program_id(2).to(tl.int64)
-    HW = H * W
-    N = (T * HW).to(tl.int64)
-    X += batch * x_b
-    bias = tl.load(BIAS + c, mask=c < C, other=0.0)[None, :]
-"""
-    text += "\n".join(lines) + """
-    for step in range(0, steps):
-        p = (tl.program_id(0) * steps + step) * BM + tl.arange(0, BM)
-        h = p // W
-        w = p % W
-        above = tl.zeros([BM, BC], tl.float32)
-        here = tl.zeros([BM, BC], tl.float32)
-        for t in range(0, T + 1):
-            inside = (t < T) & (p < HW)
-            below = tl.zeros([BM, BC], tl.float32)
-"""
-    text += "".join("            " + line + "\n" for line in body)
-    return text + """            # plane t - 1 is complete
-            at = (batch * N + (t - 1) * HW + p)[:, None] * C + c[None, :]
-            real = ((t > 0) & (p < HW))[:, None] & (c < C)[None, :]
-            if BACKWARD:
-                z, slope = gelu_slope(above + bias)
-                du = tl.load(DZ + at, mask=real, other=0.0).to(tl.float32) * slope
-                tl.store(DU + at, du.to(DU.dtype.element_ty), mask=real)
-            else:
-                z = gelu(above + bias)
-            tl.store(Z + at, z.to(Z.dtype.element_ty), mask=real)
-            above = here
-            here = below
-"""
-
-
-def backward_input_source() -> str:
-    """Kernel `head_backward_input`: DU, X -> DX, and partial sums of DWEIGHT [programs, 27, C].
-
-    Every du loaded serves both: dx(m) += weight(tap) du(m - tap) and dweight(tap) += x(m) du(m - tap).  The 27 sums and
-    the 27 weights of a thread's two channels stay in registers.
-    """
-    index = {tap: i for i, tap in enumerate(TAPS)}
-    lines = [f"    w{i} = tl.load(WEIGHT + {i} * C + c, mask=c < C, other=0.0)[None, :]" for i in index.values()]
-    lines += [f"    s{i} = tl.zeros([BM, BC], tl.float32)" for i in index.values()]
-    body = []
-    for dh in (-1, 0, 1):
-        for dw in (-1, 0, 1):
-            body += [
-                f"ok = inside & (h >= {dh}) & (h < H + {dh}) & (w >= {dw}) & (w < W + {dw})",
-                f"d = tl.load(DU + (t * HW + p - ({dh}) * W - ({dw})).to(tl.int64)[:, None] * C + c[None, :], "
-                "mask=ok[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)",
-                f"above += d * w{index[-1, dh, dw]}", f"here += d * w{index[0, dh, dw]}",
-                f"below += d * w{index[1, dh, dw]}", f"s{index[-1, dh, dw]} += d * x_before",
-                f"s{index[0, dh, dw]} += d * x_here", f"s{index[1, dh, dw]} += d * x_after"]
-    text = HEADER + """@triton.jit(do_not_specialize=["T", "H", "W", "steps"])
-def head_backward_input(X, DU, WEIGHT, DX, DWEIGHT, T, H, W, C, steps, x_b, x_n, BM: tl.constexpr, BC: tl.constexpr):
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    batch = tl.program_id(2).to(tl.int64)
-    HW = H * W
-    N = (T * HW).to(tl.int64)
-    X += batch * x_b
-    DU += batch * N * C
-    DX += batch * N * C
-"""
-    text += "\n".join(lines) + """
-    for step in range(0, steps):
-        p = (tl.program_id(0) * steps + step) * BM + tl.arange(0, BM)
-        h = p // W
-        w = p % W
-        above = tl.zeros([BM, BC], tl.float32)
-        here = tl.zeros([BM, BC], tl.float32)
-        x_before = tl.zeros([BM, BC], tl.float32)
-        real = (p < HW)[:, None] & (c < C)[None, :]
-        x_here = tl.load(X + p.to(tl.int64)[:, None] * x_n + c[None, :], mask=real, other=0.0).to(tl.float32)
-        for t in range(0, T + 1):
-            inside = (t < T) & (p < HW)
-            below = tl.zeros([BM, BC], tl.float32)
-            x_after = tl.load(X + ((t + 1) * HW + p).to(tl.int64)[:, None] * x_n + c[None, :], mask=real & (t + 1 < T),
-                              other=0.0).to(tl.float32)
-"""
-    text += "".join("            " + line + "\n" for line in body)
-    text += """            out = DX + ((t - 1) * HW + p).to(tl.int64)[:, None] * C + c[None, :]
-            tl.store(out, above.to(DX.dtype.element_ty), mask=real & (t > 0))
-            above = here
-            here = below
-            x_before = x_here
-            x_here = x_after
-    sums = DWEIGHT + (batch * tl.num_programs(0) + tl.program_id(0)) * 27 * C + c
-"""
-    return text + "".join(f"    tl.store(sums + {i} * C, tl.sum(s{i}, 0), mask=c < C)\n" for i in index.values())
+    o = tl.arange(0, OP)
+    in_c = (c < C)[None, :]
+    w = tl.load(WEIGHT + o[:, None] * C + c[None, :], mask=(o < OUT)[:, None] & in_c, other=0.0)
+    dlinear = tl.zeros([OP, BC], tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):  # given here, it also pipelines what feeds no product directly
+        r = (tl.program_id(0) * steps + step) * BM + tl.arange(0, BM)
+        real = (r < rows)[:, None]
+        at = r.to(tl.int64)[:, None] * C + c[None, :]
+        dy = tl.load(DY + r.to(tl.int64)[:, None] * OUT + o[None, :], mask=real & (o < OUT)[None, :], other=0.0)
+        u = tl.load(U + at, mask=real & in_c, other=0.0)
+        dz = tl.dot(dy, w)
+        z, slope = gelu_slope(u.to(tl.float32), dz, PTX)
+        tl.store(DU + at, (dz * slope).to(DU.dtype.element_ty), mask=real & in_c)
+        dlinear = tl.dot(tl.trans(dy), z.to(w.dtype), dlinear)
+    sums = SUMS + tl.program_id(0).to(tl.int64) * OUT * C + c[None, :]
+    tl.store(sums + o[:, None] * C, dlinear, mask=(o < OUT)[:, None] & in_c)

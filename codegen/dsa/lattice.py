@@ -78,7 +78,7 @@ def row_sums(DY, Y, DLSE, DELTA, N, heads, first, dy_b, dy_h, dy_n, y_b, y_h, y_
     tl.store(DELTA + at.to(tl.int64) * N + row, delta, mask=real)
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "group", "first"])
+@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "group", "first", "o_b", "o_g", "o_n"])
 def tile_reach(OFFSETS, REACH, T, H, W, BT, BH, BW, heads, group, first, o_b, o_g, o_n,
                KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, M: tl.constexpr):
     # first lattice point (t, h, w) and last one of each tile of queries: REACH [heads, tiles, 8]
@@ -99,7 +99,8 @@ def tile_reach(OFFSETS, REACH, T, H, W, BT, BH, BW, heads, group, first, o_b, o_
     tl.store(out + 5, tl.max(bw) + KW)
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "CT", "CH", "CW", "tiles", "heads", "group", "first"])
+@triton.jit(do_not_specialize=[
+    "T", "H", "W", "BT", "BH", "BW", "CT", "CH", "CW", "tiles", "heads", "group", "first", "o_b", "o_g", "o_n"])
 def query_boxes(OFFSETS, BASES, REACH, BOXES, T, H, W, BT, BH, BW, CT, CH, CW, tiles,
                 heads, group, first, o_b, o_g, o_n, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
                 BLOCK: tl.constexpr, WIDE: tl.constexpr):
@@ -195,7 +196,8 @@ def query_boxes(OFFSETS, BASES, REACH, BOXES, T, H, W, BT, BH, BW, CT, CH, CW, t
     tl.store(out + 5, tl.where(empty, 1, tl.max(w1) + 1 - tl.min(w0)))
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "first"])
+@triton.jit(do_not_specialize=[
+    "T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "first", "o_b", "o_g", "o_n"])
 def spread(WORDS, X, OFFSETS, OUT, T, H, W, BT, BH, BW, heads, share, group, first,
            x_b, x_h, x_n, o_b, o_g, o_n, y_b, y_h, y_n, scale, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
            D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ALONG: tl.constexpr,
@@ -250,7 +252,7 @@ def spread(WORDS, X, OFFSETS, OUT, T, H, W, BT, BH, BW, heads, share, group, fir
              mask=real[:, None] & (d[None, :] < D))
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "CT", "CH", "CW", "heads", "group", "first"])
+@triton.jit(do_not_specialize=["T", "H", "W", "CT", "CH", "CW", "heads", "group", "first", "o_b", "o_g", "o_n"])
 def gather(WORDS, BASES, Q, DY, OFFSETS, BOXES, DK, DV, T, H, W, CT, CH, CW, heads, group, first,
            q_b, q_h, q_n, dy_b, dy_h, dy_n, o_b, o_g, o_n, k_b, k_h, k_n, v_b, v_h, v_n,
            SHARE: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, D: tl.constexpr,

@@ -16,12 +16,14 @@ from graphopt.errors import CodegenError
 FP32 = ("OFFSETS", "LSE", "DELTA", "DLSE", "DOFFSETS", "S", "P")
 WORDS = ("TAPS", "WORDS", "BASES", "REACH", "BOXES")
 SIZES = ("T", "H", "W", "BT", "BH", "BW", "CT", "CH", "CW", "N", "L")
+# bytes of shared memory a program may use
+SHARED_LIMIT = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "gfx942": 64 << 10}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def kernels_of(engine: str, spec: Spec, share: int = 1) -> list[tuple[Any, dict[str, Any], int]]:
+def kernels_of(engine: str, spec: Spec, target: str = "sm90", share: int = 1) -> list[tuple[Any, dict[str, Any], int]]:
     """(kernel, constants, stages) of every launch an engine makes in training."""
-    from graphopt.codegen.dsa import lattice, scores, window_kernels
+    from graphopt.codegen.dsa import lattice, scores, window, window_kernels
 
     KT, KH, KW = spec.window
     size = {"KT": KT, "KH": KH, "KW": KW, "D": spec.head_dim, "DP": spec.padded_dim}
@@ -30,7 +32,7 @@ def kernels_of(engine: str, spec: Spec, share: int = 1) -> list[tuple[Any, dict[
     sums = (lattice.row_sums, {"D": spec.head_dim, "DP": spec.padded_dim, "BQ": 16, "HAS_DLSE": True}, 2)
     if engine == "window":
         plain = {**size, **block, "MOVED": False}
-        return [sums, (window_kernels.window_forward, {**plain, "BN": 64}, 3),
+        return [sums, (window_kernels.window_forward, {**plain, "BN": 64}, window.stages(target.startswith("gfx"))),
                 (window_kernels.window_backward_query, {**plain, "BN": 32}, 2),
                 (window_kernels.window_backward_key, {**plain, "BN": 32, "SHARE": share}, 2)]
     module = kernels.fused(spec.window, spec.padded_dim != spec.head_dim, True)
@@ -84,10 +86,12 @@ def check(window: Triple, head_dim: int, dtype: torch.dtype, target: str, offset
     engine = engines.choose(head_dim, dtype, "cuda", target, grid, window, offsets).engine
     if engine == "reference":
         return engine
-    for kernel, constants, stages in kernels_of(engine, Spec(window, head_dim, dtype)):
+    for kernel, constants, stages in kernels_of(engine, Spec(window, head_dim, dtype), target):
         name = getattr(kernel, "__name__", str(kernel))
         try:
-            compile_kernel(kernel, constants, stages, dtype, target, whole=engine == "window")
+            shared = compile_kernel(kernel, constants, stages, dtype, target, whole=engine == "window").metadata.shared
+            if shared > SHARED_LIMIT.get(target, shared):
+                raise MemoryError(f"{shared} bytes of shared memory, {SHARED_LIMIT[target]} exist")
         except Exception as error:  # whatever a compiler throws is the same to the user
             raise CodegenError(
                 f"the kernel {name} of the window {window} does not compile for {target}: {type(error).__name__}: "

@@ -13,7 +13,8 @@ from graphopt.codegen.dsa.device import axis_start, offset_moves, pack_pair_port
 from graphopt.codegen.dsa.lattice import load_rows, split_rows, touches, touches_wide
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "first"])
+@triton.jit(do_not_specialize=[
+    "T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "first", "o_b", "o_g", "o_n"])
 def score(Q, X, OFFSETS, S, T, H, W, BT, BH, BW, heads, share, group, first, q_b, q_h, q_n, x_b, x_h, x_n,
           o_b, o_g, o_n, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
           M: tl.constexpr, BN: tl.constexpr, ALONG: tl.constexpr, WIDE: tl.constexpr):
@@ -85,7 +86,7 @@ def tap_row(S, row, t, h, here, ft, fh, fw, KH: tl.constexpr, KW: tl.constexpr):
     return low + ft * (high - low), high - low, along_h, low_w + ft * (high_w - low_w)
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "heads", "group", "first", "pitch"])
+@triton.jit(do_not_specialize=["T", "H", "W", "heads", "group", "first", "pitch", "o_b", "o_g", "o_n"])
 def soften(S, P, OFFSETS, LSE, DELTA, TAPS, DOFFSETS, T, H, W, heads, group, first, pitch, o_b, o_g, o_n, scale,
            KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, WP: tl.constexpr, BQ: tl.constexpr,
            HALF: tl.constexpr, BACKWARD: tl.constexpr, WITH_OFFSETS: tl.constexpr):

@@ -16,6 +16,11 @@ COLUMNS, ALONG = 64, 16
 KEY_COLUMNS = 32
 
 
+def stages(amd: bool) -> int:
+    """Pipeline depth of the forward: three stages need 72 KB, AMD's GPUs have 64."""
+    return 2 if amd else 3
+
+
 @cache
 def tile_of(grid: Triple, window: Triple, spread: int, rows: int = ROWS, columns: int = COLUMNS) -> Triple:
     """The box of at most `rows` tokens with the fewest steps, when its other side is a box of k - 1 + spread more."""
@@ -40,7 +45,7 @@ def _offsets(q: Tensor, offsets: Tensor | None) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: Triple, window: Triple, scale: float,
             tile: Triple | None = None, columns: int = COLUMNS, along: int = ALONG, warps: int = 4,
-            stages: int = 3) -> tuple[Tensor, Tensor]:
+            pipeline: int | None = None) -> tuple[Tensor, Tensor]:
     """(y, lse); offsets None or of an integer dtype, [B, g, N, 3]."""
     from graphopt.codegen.dsa import window_kernels
 
@@ -53,7 +58,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: Tripl
     window_kernels.window_forward[(spec.tiles(grid, tile), B * heads)](
         q, k, v, place, y, lse, *grid, *tile, heads, heads // k.shape[1], heads // place.shape[1], *strides(q),
         *strides(k), *strides(v), *strides(place), *strides(y), scale * LOG2E, *window, D, s.padded_dim,
-        offsets is not None, ROWS, columns, along, num_warps=warps, num_stages=stages)
+        offsets is not None, ROWS, columns, along, num_warps=warps,
+        num_stages=pipeline or stages(torch.version.hip is not None))
     return y, lse
 
 

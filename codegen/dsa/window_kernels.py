@@ -40,7 +40,7 @@ def in_window(t, h, w, bt, bh, bw, KT: tl.constexpr, KH: tl.constexpr, KW: tl.co
     return ok & ((w - bw).to(tl.uint32) < KW)
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group"])
+@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "o_b", "o_g", "o_n"])
 def window_forward(Q, K, V, OFFSETS, Y, LSE, T, H, W, BT, BH, BW, heads, share, group, q_b, q_h, q_n, k_b, k_h, k_n,
                    v_b, v_h, v_n, o_b, o_g, o_n, y_b, y_h, y_n, scale, KT: tl.constexpr, KH: tl.constexpr,
                    KW: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MOVED: tl.constexpr, M: tl.constexpr,
@@ -89,7 +89,7 @@ def window_forward(Q, K, V, OFFSETS, Y, LSE, T, H, W, BT, BH, BW, heads, share, 
     tl.store(LSE + at.to(tl.int64) * (T * H * W) + row, (m + tl.log2(total)) * 0.6931471805599453, mask=real)
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group"])
+@triton.jit(do_not_specialize=["T", "H", "W", "BT", "BH", "BW", "heads", "share", "group", "o_b", "o_g", "o_n"])
 def window_backward_query(Q, K, V, DY, OFFSETS, LSE, DELTA, DQ, T, H, W, BT, BH, BW, heads, share, group,
                           q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dy_b, dy_h, dy_n, o_b, o_g, o_n,
                           y_b, y_h, y_n, scale, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
@@ -144,7 +144,7 @@ def readers(first, last, n, K: tl.constexpr):
     return low, high + 1 - low
 
 
-@triton.jit(do_not_specialize=["T", "H", "W", "CT", "CH", "CW", "heads", "group"])
+@triton.jit(do_not_specialize=["T", "H", "W", "CT", "CH", "CW", "heads", "group", "o_b", "o_g", "o_n"])
 def window_backward_key(Q, K, V, DY, OFFSETS, BOXES, LSE, DELTA, DK, DV, T, H, W, CT, CH, CW, heads, group,
                         q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dy_b, dy_h, dy_n, o_b, o_g, o_n,
                         gk_b, gk_h, gk_n, gv_b, gv_h, gv_n, scale, SHARE: tl.constexpr, KT: tl.constexpr,

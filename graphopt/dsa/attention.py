@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from graphopt.codegen.dsa import checks, engines, operators
+from graphopt.codegen.dsa import checks, engines, operators, scatter
 from graphopt.codegen.dsa import text as text_keys
 
 Grid = tuple[int, int, int]
+log = logging.getLogger(__name__)
 
 
 def video_attention(
@@ -91,8 +94,18 @@ def _tie(y: Tensor, offsets: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, scale: float,
            boundary: str = "inside") -> tuple[Tensor, Tensor]:
     """(y, lse) of the video tokens alone, both differentiable; the operator is picked by device, dtype and mode."""
-    engine = "reference" if _choice(q, offsets, grid, window, boundary).engine == "reference" else "triton"
-    return operators.operator(engine)(q, k, v, offsets, *grid, *window, scale, boundary)
+    choice = _choice(q, offsets, grid, window, boundary)
+    if choice.engine != "reference":
+        return operators.operator("triton")(q, k, v, offsets, *grid, *window, scale, boundary)
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():
+        _tell(choice.reason)
+    return operators.operator("reference")(q, k, v, offsets, *grid, *window, scale, boundary)
+
+
+@cache
+def _tell(reason: str) -> None:
+    """Once per reason: plain torch is right, but a user on a GPU should know why it is slow."""
+    log.warning("graphopt: video_attention runs in plain torch, without its kernels: %s", reason)
 
 
 def merge(y1: Tensor, lse1: Tensor, y2: Tensor, lse2: Tensor) -> Tensor:
@@ -103,8 +116,16 @@ def merge(y1: Tensor, lse1: Tensor, y2: Tensor, lse2: Tensor) -> Tensor:
 
 def explain(q: Tensor, offsets: Tensor | None = None, *, grid: Grid, window: Grid = (3, 7, 7),
             boundary: str = "inside") -> engines.Choice:
-    """Which engine a call would use, and why: `.engine`, `.reason`.  Nothing is computed; q may be a meta tensor."""
-    return _choice(q, offsets, grid, window, boundary, engines.target_of(q.device))
+    """Which engine a call would use, and why: `.engine`, `.reason`.
+
+    No attention is computed and q may be a meta tensor.  Offsets with values are measured: the reason tells how far
+    they pull the windows of neighbouring queries apart, which is what makes a field of offsets slow.
+    """
+    choice = _choice(q, offsets, grid, window, boundary, engines.target_of(q.device))
+    real = offsets is not None and type(offsets) in (Tensor, torch.nn.Parameter) and not offsets.is_meta
+    if offsets is not None and real and choice.engine in ("fused", "lattice"):
+        return engines.Choice(choice.engine, f"{choice.reason}; {scatter.measure(offsets, grid, window)}")
+    return choice
 
 
 def _choice(q: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, boundary: str,

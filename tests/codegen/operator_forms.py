@@ -70,13 +70,19 @@ FORMS = [
 ]
 
 
+def sized(form: Form, shape: tuple[int, ...]) -> Form:
+    """The form for x of another shape [B, S, D]: its factors' sizes follow."""
+    B, S, width = shape
+    return replace(form, layout=tuple({D: width, 2: B, 6: S}.get(size, size) for size in form.layout))
+
+
 def operands(form: Form, dtype: torch.dtype = torch.float64, factors: torch.dtype | None = None,
-             shape: tuple[int, ...] = (2, 6, D)) -> dict[str, Any]:
+             shape: tuple[int, ...] = (2, 6, D), device: str = "cpu") -> dict[str, Any]:
     """Random operands by name, `modulation` as a list; None for what the form has not."""
     f = FUSIONS[form.fusion]
 
     def new(*size: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*size, dtype=torch.float64).to(kind).requires_grad_()
+        return torch.randn(*size, dtype=torch.float64, device=device).to(kind).requires_grad_()
 
     width, kind = shape[-1], factors or dtype
     t: dict[str, Any] = dict.fromkeys(OPERANDS) | {"x": new(*shape)}

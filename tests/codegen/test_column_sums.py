@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphopt import _compat_launch
+from graphopt import _compat_triton
 from graphopt.passes import column_sums
 
 pytestmark = pytest.mark.kernel
@@ -46,7 +46,7 @@ def operands(device: str, M: int = 52, N: int = 384, K: int = 16, dtype: torch.d
 
 
 def launches(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if _compat_launch.launch_of(n) is not None]
+    return [n for n in gm.graph.nodes if _compat_triton.triton_call(n) is not None]
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
@@ -82,8 +82,8 @@ def test_a_matrix_in_memory_is_read_once(device: str) -> None:
     before = gm(*args)
     assert column_sums.fold(gm.graph, multiprocessors=3, smallest=0) == 1
     gm.recompile()
-    launch = _compat_launch.launch_of(launches(gm)[0])
-    assert set(launch.tensors) == {"IN0"}
+    launch = _compat_triton.triton_call(launches(gm)[0])
+    assert set(launch.read) == {"IN0"}
     after = gm(*args)
     assert torch.equal(after[0], before[0])
     want = (args[0] @ args[1]).double().sum(0, keepdim=True)

@@ -66,20 +66,24 @@ def test_only_tl_and_literals(name: str) -> None:
 
 
 def resources(targets: list[str], widths: list[int], fusions: list[str], **kind) -> dict[str, list[int]]:
-    wanted = [(t, u) for t in targets for f in fusions for D in widths for u in units(example(f, D, target=t, **kind))]
-    rows = compile_all(wanted, min(2, os.cpu_count() or 1))
+    """Key -> [registers, spills, shared memory].  The fusion is in the key: F1 and F2r have a backward of one name."""
+    wanted = [(f, t, u) for t in targets for f in fusions for D in widths for u in units(example(f, D, target=t, **kind))]
+    rows = compile_all([(t, u) for _, t, u in wanted], min(2, os.cpu_count() or 1))
     assert [r for r in rows if "error" in r] == []
     tag = "".join(f" {k}={v}" for k, v in kind.items())
-    return {f"{r['target']} {r['kernel']} D={r['D']}{tag}": [r["registers"], r["spills"], r["shared"]] for r in rows}
+    return {f"{r['target']} {FUSIONS[f].code} {r['kernel']} D={r['D']}{tag}": [r["registers"], r["spills"], r["shared"]]
+            for r, (f, _, _) in zip(rows, wanted, strict=True)}
 
 
 def check(found: dict[str, list[int]]) -> None:
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {"kernels": {}, "spills": {}}
     if UPDATE:
         table["triton"] = version("triton")
-        table["kernels"] = dict(sorted((table["kernels"] | found).items()))
-        TABLE.write_text(json.dumps(table, indent=0).replace("[\n", "[").replace(",\n", ", ").replace("\n]", "]")
-                         .replace("], ", "],\n").replace("{", "{\n").replace('", "', '",\n"') + "\n")
+        table["kernels"] |= found
+        lines = {part: ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(table[part].items()))
+                 for part in ("spills", "kernels")}
+        TABLE.write_text(f'{{\n"triton": "{table["triton"]}",\n"spills": {{\n{lines["spills"]}\n}},\n'
+                         f'"kernels": {{\n{lines["kernels"]}\n}}\n}}\n')
     if table["triton"] != version("triton"):
         pytest.skip(f"the table is of triton {table['triton']}")
     for name, (registers, spills, shared) in found.items():
@@ -102,5 +106,5 @@ def test_resources() -> None:
 @pytest.mark.parametrize("target", ["sm80", "sm90", "sm100", "gfx942"])
 @pytest.mark.parametrize("kind", [{}, {"factors": "bf16"}, {"dtype": "fp32"}, {"layout": "token"}], ids=str)
 def test_resources_of_the_whole_matrix(target: str, kind: dict) -> None:
-    widths = [1, 64, 1152, 1536, 2240, 3072, 4096, 5120, 20000] if not kind else [1536, 5120]
+    widths = [1, 3, 17, 64, 1152, 1536, 2240, 3072, 4096, 5120, 20000] if not kind else [1536, 5120]
     check(resources([target], widths, list(FUSIONS), **kind))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from graphopt import _compat_launch
+from graphopt import _compat_triton
 from graphopt.codegen import kernels
 from graphopt.codegen.form import split_outputs
 from graphopt.codegen.reference import backward as reference
@@ -83,7 +83,7 @@ class Case:
             tensors[kernels.numbered("dy", i).upper()] = d
         numbers = dict(zip((f"{t}_{i}" for t, i in spec.stride_arguments), kernels._strides(spec, plan)))
         scalars = {"N": plan.N, "P": P, **numbers}
-        node = _compat_launch.launch(graph, kernel, config.warps, (plan.G * P,), {**tensors, **scalars},
+        node = _compat_triton.add_triton_call(graph, kernel, config.warps, (plan.G * P,), {**tensors, **scalars},
                                          [t.upper() for t in written])
         results = [graph.call_function(operator.getitem, (node, t.upper())) for t in written]
         graph.output(tuple(results))
@@ -118,7 +118,7 @@ def run(gm: fx.GraphModule, names: list[str], case: Case, sums: tuple[str, ...])
 
 
 def spec_in(gm: fx.GraphModule):
-    (launch,) = (found for n in gm.graph.nodes if (found := _compat_launch.launch_of(n)) is not None)
+    (launch,) = (found for n in gm.graph.nodes if (found := _compat_triton.triton_call(n)) is not None)
     return kernels.spec_of(launch.kernel)
 
 

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from graphopt.codegen import compiler, emit_base, readiness
-from graphopt.codegen.configure import cut
+from graphopt.codegen.configure import configure, cut
+from graphopt.codegen.emit import emit
+from graphopt.codegen.examples import example
 from graphopt.codegen.form import OPERANDS
 from graphopt.codegen.spec import KernelSpec
 from graphopt.errors import CodegenError
@@ -48,9 +50,32 @@ def test_eager_numerics_compile() -> None:
 
 def test_what_has_no_kernel_says_why() -> None:
     assert "float64: no kernel" in readiness.check(values(dtype=torch.float64), ATTRIBUTES, "sm90", True)
-    assert "two indices" in readiness.check(
-        values() | dict(x=torch.empty(2, 3, 2, 3, 2, 3, 64, device="meta", dtype=torch.bfloat16), branch=None, gate=None,
-                        scale=torch.empty(2, 1, 2, 1, 2, 1, 64, device="meta")), ATTRIBUTES, "sm90", True)
+
+
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+def test_six_dimensions_that_do_not_merge_compile(target: str) -> None:
+    x = torch.empty(2, 3, 2, 3, 2, 3, 64, device="meta", dtype=torch.bfloat16).permute(4, 1, 2, 3, 0, 5, 6)
+    scale = torch.empty(2, 1, 2, 1, 2, 1, 64, device="meta")
+    wide = values() | dict(x=x, branch=None, gate=None, scale=scale)
+    assert readiness.check(wide, ATTRIBUTES, target, True) is None
+    assert "two indices" not in str(readiness.specs(wide, ATTRIBUTES, True))
+    assert max(s.group_dims for s in readiness.specs(wide, ATTRIBUTES, True)) == 3
+
+
+def test_more_shared_memory_than_the_target_has_is_an_error(monkeypatch) -> None:
+    """Triton compiles such a kernel for a GPU that is not here; only a launch would fail."""
+    (spec,) = [s for s in readiness.specs(values(5120), ATTRIBUTES, True) if s.direction == "backward"]
+    unit = compiler.unit_of(spec, configure(spec), emit(spec, configure(spec)))
+    assert compiler.shared().compile(unit, "sm90").shared > 32 * 1024
+    monkeypatch.setattr(compiler, "shared_limit", lambda target: 32 * 1024)
+    with pytest.raises(CodegenError, match=r"needs \d+ bytes of shared memory; sm90 has 32768"):
+        compiler.shared().compile(unit, "sm90")
+
+
+def test_many_per_token_factors_fit() -> None:
+    """Five rows and three fp32 factors per token, D = 5120: the ring alone would fit into 227 KB, its scratch would not."""
+    specs = example("gate_norm_modulates", 5120, layout="token", target="sm90")
+    assert [readiness.compile_for(s, "sm90").shared <= 227 * 1024 for s in specs] == [True] * len(specs)
 
 
 def test_a_width_without_kernel() -> None:
@@ -58,9 +83,10 @@ def test_a_width_without_kernel() -> None:
         readiness.check(values(65537), ATTRIBUTES, "sm90", True)
 
 
-def test_unknown_target() -> None:
+@pytest.mark.parametrize("target", ["tpu9", "sm12", "gfx", ""])
+def test_unknown_target(target: str) -> None:
     with pytest.raises(CodegenError, match="sm80, sm90, sm100 or gfx942"):
-        compiler.gpu_target("tpu9")
+        compiler.gpu_target(target)
 
 
 def test_spec_refuses_a_width_without_kernel() -> None:
@@ -70,11 +96,11 @@ def test_spec_refuses_a_width_without_kernel() -> None:
 
 @pytest.fixture
 def fresh_compiler():
-    readiness.compile_for.cache_clear()
+    readiness.outcome.cache_clear()
     compiler.shared().stop()
     yield
     compiler.shared().stop()
-    readiness.compile_for.cache_clear()
+    readiness.outcome.cache_clear()
 
 
 @pytest.mark.parametrize(("worker", "message"), [
@@ -108,7 +134,7 @@ def test_sub_blocks_cover_the_row(cap: int) -> None:
             assert sum(blocks) <= 1.25 * D
 
 
-def graph():
+def graph(D: int = 64, sites: int = 1):
     graphs = []
 
     def backend(gm, inputs):
@@ -116,14 +142,48 @@ def graph():
         return gm.forward
 
     def f(x, s, b):
-        return F.layer_norm(x, (64,)) * (1 + s) + b
+        for _ in range(sites):
+            x = torch.tanh(F.layer_norm(x, (D,)) * (1 + s) + b)
+        return x
 
-    torch.compile(f, backend=backend)(torch.randn(2, 64, 64, requires_grad=True), torch.randn(2, 1, 64), torch.randn(2, 1, 64))
+    torch._dynamo.reset()
+    torch.compile(f, backend=backend)(torch.randn(2, 3, D, requires_grad=True), torch.randn(2, 1, D), torch.randn(2, 1, D))
     return graphs[0]
 
 
-def context(warnings: list[str], **settings):
-    return pipeline.PassContext(rules=catalogue.select(None), select="all", target="sm90", warn=warnings.append, **settings)
+def context(warnings: list[str], target: str = "sm90", **settings):
+    return pipeline.PassContext(rules=catalogue.select(None), select="all", target=target, warn=warnings.append, **settings)
+
+
+@pytest.mark.parametrize(("D", "target", "reason"), [
+    (65537, "sm90", "no kernel for D = 65537: supported are 1 to 65536"),
+    (64, "tpu9", "unknown target 'tpu9'"),
+])
+def test_what_has_no_kernel_falls_back_with_one_warning(D: int, target: str, reason: str) -> None:
+    """Two sites that cannot be built: both are left to the compiler with the reason, one warning, or an error."""
+    gm, warnings = graph(D, sites=2), []
+    record = adaln.AdaLN().run(gm, context(warnings, target=target))
+    assert [s.status for s in record.sites] == ["declined", "declined"]
+    assert all(reason in s.reason for s in record.sites)
+    assert len(warnings) == 1
+    assert reason in warnings[0]
+    assert not any("graphopt" in str(n.target) for n in gm.graph.nodes)
+    with pytest.raises(CodegenError, match=reason.replace("(", "")):
+        adaln.AdaLN().run(graph(D), context([], target=target, on_error="raise"))
+
+
+def test_a_hanging_compiler_is_waited_for_once(tmp_path, monkeypatch, fresh_compiler) -> None:
+    """Three sites with the same kernel: one time limit, one warning, three reasons."""
+    broken = tmp_path / "worker.py"
+    broken.write_text("import os, time; open(os.environ['STARTED'], 'a').write('x'); time.sleep(60)")
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+    monkeypatch.setattr(compiler, "WORKER", broken)
+    monkeypatch.setattr(compiler, "LIMIT_S", 1.0)
+    warnings = []
+    record = adaln.AdaLN().run(graph(sites=3), context(warnings))
+    assert [s.status for s in record.sites] == ["declined"] * 3
+    assert len(warnings) == 1
+    assert (tmp_path / "started").read_text() == "x"
 
 
 def test_a_rewrite_for_a_gpu_that_is_not_here() -> None:
@@ -134,7 +194,7 @@ def test_a_rewrite_for_a_gpu_that_is_not_here() -> None:
 
 
 def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(monkeypatch) -> None:
-    readiness.compile_for.cache_clear()
+    readiness.outcome.cache_clear()
     monkeypatch.setattr(emit_base.Base, "columns", lambda self: self("c_0 = tl.no_such_thing(0)"))
     gm, warnings = graph(), []
     record = adaln.AdaLN().run(gm, context(warnings))
@@ -145,7 +205,7 @@ def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(monkeypatch)
     assert not any("graphopt" in str(n.target) for n in gm.graph.nodes)
     with pytest.raises(CodegenError, match="no_such_thing"):
         adaln.AdaLN().run(graph(), context([], on_error="raise"))
-    readiness.compile_for.cache_clear()
+    readiness.outcome.cache_clear()
 
 
 def test_without_triton_the_reference_runs(monkeypatch, caplog) -> None:

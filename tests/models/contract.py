@@ -79,7 +79,7 @@ def run(f: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], seed: i
     torch.manual_seed(seed)  # DiT drops class labels
     out = f(**inputs, return_dict=False)[0]
     generator = torch.Generator().manual_seed(seed)
-    out.backward(torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.dtype))
+    out.backward(torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.device, out.dtype))
     return {"output": out.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -101,7 +101,7 @@ def truth(twin: nn.Module, inputs: dict[str, Any], seed: int = 7, cotangent: tor
     if out.dtype != torch.float64:
         raise TypeError(f"the reference's output is {out.dtype}: something narrowed it")
     generator = torch.Generator().manual_seed(seed)
-    out.backward(torch.randn(out.shape, dtype=torch.float64, generator=generator).to(cotangent).double())
+    out.backward(torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.device, cotangent).double())
     return {"output": out.detach()} | {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
 
 
@@ -166,9 +166,17 @@ class Verdict:
         return f"mean {self.mean:.3f} (1 +- {self.uncertainty:.3f}, {self.batches} batches), worst {most:.2f} at {name}"
 
 
+def finite(side: str, tensors: Result) -> None:
+    """Raise AssertionError where a tensor has a value that is not finite."""
+    bad = [n for n, t in tensors.items() if not torch.isfinite(t).all()]
+    assert not bad, f"{side} is not finite: {len(bad)} of {len(tensors)} tensors, {', '.join(bad[:4])}"
+
+
 def same_form(got: Result, eager: Result) -> None:
     """Raise AssertionError unless dtypes, shapes and strides are eager's."""
     assert got.keys() == eager.keys(), got.keys() ^ eager.keys()
+    finite("eager", eager)
+    finite("compiled", got)
     for n in got:
         form = [(t.dtype, t.shape, t.stride()) for t in (got[n], eager[n])]
         assert form[0] == form[1], (n, *form)
@@ -190,12 +198,14 @@ def measure(
         same_form(got, want)
         true = truth(twin, inputs, seed, want["output"].dtype)
         assert true.keys() == got.keys(), true.keys() ^ got.keys()
+        finite("fp64", true)
         verdict.add(errors(got, true), errors(want, true))
         if seed + 1 >= most or (seed + 1 >= least and verdict.uncertainty <= uncertainty):
             break
     return verdict
 
 
-def fresh_inputs(entry: Any, dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Any]]:
+def fresh_inputs(entry: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Iterator[dict[str, Any]]:
     """Endless batches for a model of the zoo that was built with seed 0."""
-    return (entry.build(dtype, seed)[1] for seed in itertools.count())
+    move = lambda v: v.to(device) if isinstance(v, torch.Tensor) else v
+    return (tree_map(move, entry.build(dtype, seed)[1]) for seed in itertools.count())

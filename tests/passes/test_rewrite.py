@@ -404,3 +404,36 @@ def test_an_inconsistent_match_is_an_error() -> None:
     match.anchor = None
     with pytest.raises(RewriteError, match="not accepted"):
         rewrite.apply(gm, [match], lambda m: operator(m.replacement.fusion, "reference"))
+
+
+def as_wan(x, s, b):
+    return (F.layer_norm(x.float(), (D,)) * (1 + s) + b).type_as(x)
+
+
+def test_validation_reads_the_narrow_copy() -> None:
+    """Under no_grad the weights still ask for gradients: casts and `1 + s` are looked through all the same."""
+    x, s, b = operands()
+    x, s, b = x.bfloat16().requires_grad_(), s.requires_grad_(), b.requires_grad_()
+    calls = []
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            gm, _found, out = rewritten(as_wan, x, s, b)
+            torch.testing.assert_close(out, as_wan(x, s, b), atol=0.05, rtol=0.02)
+        (call,) = (n for n in gm.graph.nodes if "norm_modulate" in str(n.target))
+        assert call.kwargs["x"].op == "placeholder", mode
+        calls.append((call.kwargs["x"].name, call.kwargs["offset"], [m.name for m in call.kwargs["modulation"]]))
+    assert calls[0] == calls[1] == calls[2]
+
+
+def test_gradients_switched_on_inside_no_grad_are_not_invented() -> None:
+    def f(x, s, b):
+        wide = x.float()
+        with torch.enable_grad():
+            return F.layer_norm(wide, (D,)) * (1 + s) + b
+
+    x, s, b = operands()
+    x, s, b = x.bfloat16().requires_grad_(), s.requires_grad_(), b.requires_grad_()
+    with torch.no_grad():
+        gm, _found, out = rewritten(f, x, s, b)
+    assert out.requires_grad
+    assert torch.autograd.grad(out.sum(), x, allow_unused=True) == (None,)

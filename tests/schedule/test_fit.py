@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 
 from graphopt.errors import ConfigError, GraphoptError
-from graphopt.schedule.bench import Runs, Shape, largest_batch, shape_benchmark, sweep, sweep_order
+from graphopt.schedule.bench import Calls, Runs, Shape, _measure, largest_batch, shape_benchmark, sweep, sweep_order
 from graphopt.schedule.fitting import fit_cost, fit_memory
 from graphopt.schedule.shapes import ShapeTable
 from graphopt.schedule.symbolic import SymbolicCost, symbol
@@ -194,6 +194,43 @@ def test_a_noisy_shape_is_timed_on_and_a_quiet_one_is_not():
     assert len(quiet.rows[0]["times"]) == 3
     with pytest.raises(ConfigError, match="spread = 0"):
         shape_benchmark(lambda s: None, [(1, 1, 1, 5)], spread=0, device="cpu", progress=False)
+
+
+class Queue:
+    """Stands for a GPU's queue: what is behind it takes 2 ms per token."""
+
+    bytes = 0
+
+    def __init__(self):
+        self.filled = []
+
+    def start(self, seconds):
+        self.filled.append(seconds)
+        return len(self.filled)
+
+    def since(self, start):
+        assert start == len(self.filled)
+        return 0.002 * self.shape.S
+
+
+def test_queued_times_are_the_devices_and_the_queue_outlasts_the_host():
+    queue = Queue()
+
+    def step(shape):
+        queue.shape = shape
+        time.sleep(0.02)
+
+    row = _measure(step, Shape(1, 1, 1, 5), Calls(2, 3, 5, 0.01, queue), torch.device("cpu"), False, None)
+    assert row["times"] == [0.01] * 3  # the host's 20 ms do not count
+    assert 0.02 <= row["host_s"] < 0.5
+    assert len(queue.filled) == 3  # not in front of warm-up calls
+    assert all(s >= 1.3 * row["host_s"] for s in queue.filled)
+
+
+def test_queued_is_for_gpus():
+    r = shape_benchmark(lambda s: None, [(1, 1, 1, 5)], queued=True, device="cpu", progress=False)
+    assert "host_s" not in r.rows[0]
+    assert "queued" not in r.key
 
 
 def test_floor_is_found_where_launching_binds_and_only_there():

@@ -44,8 +44,8 @@ def test_save_and_load_keep_everything(tmp_path, samples):
 
 
 def test_written_window_by_window_is_the_same(tmp_path, samples):
-    one = plan_batches(samples, FIT, ranks=4, m_mem=40000, window_steps=3)
-    two = plan_batches(samples, FIT, ranks=4, m_mem=40000, window_steps=3, out=tmp_path / "p")
+    one = plan_batches(samples, FIT, ranks=4, m_mem=40000, window_steps=3, uneven=False)
+    two = plan_batches(samples, FIT, ranks=4, m_mem=40000, window_steps=3, uneven=False, out=tmp_path / "p")
     assert len(two.parts) == len(one.parts) > 1
     assert two.table() == one.table()
     assert two.hash == one.hash

@@ -250,9 +250,42 @@ def test_replan_for_another_world_covers_what_is_left():
 
 def test_windows_change_nothing_but_memory():
     samples = Samples.of_tokens([256, 1024, 4096, 9000] * 100)
-    whole, windows = (plan_batches(samples, FIT, ranks=4, m_mem=20000, window_steps=w) for w in (None, 2))
+    kw = {"ranks": 4, "m_mem": 20000, "uneven": False}
+    whole, windows = (plan_batches(samples, FIT, **kw, window_steps=w) for w in (None, 2))
     assert len(windows.parts) > len(whole.parts) == 1
     assert whole.table() == windows.table()
+
+
+# Many samples at one length, the longest; others middling and short.
+CUT = [9000] * 700 + [5200] * 300 + [3000] * 300 + [256] * 700
+
+
+@pytest.mark.parametrize(("ranks", "speeds"), [(2, None), (8, None), (2, [1.0, 1.02])])
+def test_steps_of_unlike_cost_are_level_where_equal_ones_cannot_be(ranks, speeds):
+    samples, cost = Samples.of_tokens(CUT), CostFit.two_term(0.001, 1e-6, 1e-9)
+    kw = {"ranks": ranks, "m_mem": 9000, "speeds": speeds}
+    equal, unlike = (plan_batches(samples, cost, uneven=u, **kw) for u in (False, True))
+    check(unlike, samples, 9000)
+    assert equal.manifest["predicted"]["imbalance_mean"] > 0.06
+    assert unlike.manifest["predicted"]["imbalance_mean"] < 0.02
+    assert len(equal) == len(unlike)  # tau is the mean
+    assert unlike.manifest["predicted"]["step_cv"] > 0.05
+    assert "differ by" in unlike.warnings[-1]
+    assert not equal.warnings
+    # Not sorted: the next step's cost says nothing about the one after it.
+    mean = unlike.step_table.column("mean_s").to_numpy()
+    assert abs(np.corrcoef(mean[:-1], mean[1:])[0, 1]) < 0.25
+    assert plan_batches(samples, cost, **kw).hash == unlike.hash
+    windows = plan_batches(samples, cost, **kw, window_steps=1)
+    assert len(windows.parts) > 1
+    assert windows.table() == unlike.table()
+
+
+def test_steps_stay_alike_where_they_can_be_level():
+    samples = Samples.of_tokens([256, 1024, 4096, 9000] * 300)
+    one, two = (plan_batches(samples, FIT, ranks=4, m_mem=20000, tau=6, uneven=u) for u in (False, True))
+    assert one.table() == two.table()
+    assert not two.warnings
 
 
 @pytest.mark.parametrize(
@@ -284,7 +317,7 @@ def test_options_that_cannot_be_used(change, message):
 def test_small_tau_is_warned_about():
     samples = Samples.of_tokens([1000] * 8)
     assert "below 1.3" in plan_batches(samples, FIT, ranks=2, m_mem=4000, tau=1.0).warnings[0]
-    assert plan_batches(samples, FIT, ranks=2, m_mem=4000).warnings == []
+    assert plan_batches(samples, FIT, ranks=2, m_mem=4000, tau=2).warnings == []
 
 
 def test_the_planner_does_not_import_the_surface():

@@ -18,7 +18,7 @@ def _own_cache(tmp_path, monkeypatch) -> None:
 
 
 def compiled(engine, name, target, window=(2, 3, 3), **changes):
-    for kernel, constants, stages in readiness.kernels_of(engine, Spec(window, 64, BF)):
+    for kernel, constants, stages in readiness.kernels_of(engine, Spec(window, 64, BF), target):
         if kernel.__name__ == name:
             return readiness.compile_kernel(kernel, {**constants, **changes}, stages, BF, target, engine == "window")
     raise AssertionError(name)
@@ -43,6 +43,12 @@ def test_a_kernel_of_each_portable_engine(engine, name, target) -> None:
 @pytest.mark.parametrize(("window", "D"), [((3, 7, 7), 128), ((3, 3, 3), 96)])
 def test_everything(window, D, offsets, target) -> None:
     assert readiness.check.__wrapped__(window, D, BF, target, offsets) != "reference"
+
+
+def test_shared_memory_beyond_the_target_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(readiness, "SHARED_LIMIT", {"sm90": 8 << 10})
+    with pytest.raises(CodegenError, match="shared memory"):
+        readiness.check.__wrapped__((1, 2, 2), 64, BF, "sm90", "none")
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch) -> None:

@@ -14,6 +14,13 @@ from graphopt.codegen.dsa import operators, reference
 WINDOWS = [(3, 3, 3), (2, 4, 3), (1, 5, 2), (3, 1, 4)]
 
 
+@pytest.fixture(autouse=True)
+def _device():
+    """The identities hold wherever plain torch runs: on the GPU where there is one."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 def inputs(grid, heads=2, D=6, B=1, dtype=torch.float64):
     N = math.prod(grid)
     return [torch.randn(B, heads, N, D, dtype=dtype) for _ in range(3)]

@@ -187,7 +187,7 @@ def branch_norm_gate_norm_modulate_sums(PARTIAL, DGATE, DBRANCH_WEIGHT, DSCALE, 
     which = tl.program_id(0) // 144 % 4
     group = tl.program_id(0).to(tl.int64) // 576
     c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256)
+    r = tl.arange(0, 256).to(tl.int64)
     start = PARTIAL + group * P * 9216 + tl.where(which == 3, 6912, tl.where(which == 2, 4608, tl.where(which == 1, 2304, 0)))
     total = tl.zeros([256, 16], tl.float32)
     for first in range(0, P, 256):

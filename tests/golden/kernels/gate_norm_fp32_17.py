@@ -65,7 +65,7 @@ def gate_norm_affine_sums(PARTIAL, DGATE, DWEIGHT, DBIAS, P):
     which = tl.program_id(0) // 2 % 3
     group = tl.program_id(0).to(tl.int64) // 6
     c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256)
+    r = tl.arange(0, 256).to(tl.int64)
     start = PARTIAL + group * P * 51 + tl.where(which == 2, 34, tl.where(which == 1, 17, 0))
     total = tl.zeros([256, 16], tl.float32)
     for first in range(0, P, 256):

@@ -122,7 +122,7 @@ def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
     which = tl.program_id(0) // 79 % 3
     group = tl.program_id(0).to(tl.int64) // 237
     c = tile * 256 + tl.arange(0, 256)
-    r = tl.arange(0, 16)
+    r = tl.arange(0, 16).to(tl.int64)
     start = PARTIAL + group * P * 60000 + tl.where(which == 2, 40000, tl.where(which == 1, 20000, 0))
     total = tl.zeros([16, 256], tl.float32)
     for first in range(0, P, 16):

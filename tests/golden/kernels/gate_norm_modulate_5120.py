@@ -123,7 +123,7 @@ def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
     which = tl.program_id(0) // 320 % 3
     group = tl.program_id(0).to(tl.int64) // 960
     c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256)
+    r = tl.arange(0, 256).to(tl.int64)
     start = PARTIAL + group * P * 15360 + tl.where(which == 2, 10240, tl.where(which == 1, 5120, 0))
     total = tl.zeros([256, 16], tl.float32)
     for first in range(0, P, 256):

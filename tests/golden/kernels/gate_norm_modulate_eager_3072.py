@@ -154,7 +154,7 @@ def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
     which = tl.program_id(0) // 192 % 3
     group = tl.program_id(0).to(tl.int64) // 576
     c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256)
+    r = tl.arange(0, 256).to(tl.int64)
     start = PARTIAL + group * P * 9216 + tl.where(which == 2, 6144, tl.where(which == 1, 3072, 0))
     total = tl.zeros([256, 16], tl.float32)
     for first in range(0, P, 256):

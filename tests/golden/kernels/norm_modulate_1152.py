@@ -188,7 +188,7 @@ def norm_modulate_sums(PARTIAL, DSCALE, DSHIFT, P):
     which = tl.program_id(0) // 72 % 2
     group = tl.program_id(0).to(tl.int64) // 144
     c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256)
+    r = tl.arange(0, 256).to(tl.int64)
     start = PARTIAL + group * P * 2304 + tl.where(which == 1, 1152, 0)
     total = tl.zeros([256, 16], tl.float32)
     for first in range(0, P, 256):

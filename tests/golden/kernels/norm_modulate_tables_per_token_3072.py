@@ -95,7 +95,7 @@ def norm_modulate_sums(PARTIAL, DSCALE, DSHIFT, P):
     which = tl.program_id(0) // 192 % 2
     group = tl.program_id(0).to(tl.int64) // 384
     c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256)
+    r = tl.arange(0, 256).to(tl.int64)
     start = PARTIAL + group * P * 6144 + tl.where(which == 1, 3072, 0)
     total = tl.zeros([256, 16], tl.float32)
     for first in range(0, P, 256):

@@ -122,7 +122,7 @@ def norm_modulates_sums(PARTIAL, DSCALE, DSHIFT, DSCALE2, P):
     which = tl.program_id(0) // 96 % 3
     group = tl.program_id(0).to(tl.int64) // 288
     c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256)
+    r = tl.arange(0, 256).to(tl.int64)
     start = PARTIAL + group * P * 4608 + tl.where(which == 2, 3072, tl.where(which == 1, 1536, 0))
     total = tl.zeros([256, 16], tl.float32)
     for first in range(0, P, 256):

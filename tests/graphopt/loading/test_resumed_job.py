@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_plan.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_with_plan.py"
 
 
 def job(folder, *options):
@@ -44,6 +45,29 @@ def test_one_rank_dies_and_the_job_resumes_exactly(tmp_path):
     assert consumed(tmp_path / "killed") == consumed(tmp_path / "straight")
     weights = [next(x for x in out.splitlines() if x.startswith("sum of all weights")) for out in (straight, resumed)]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.nightly
+def test_without_an_agent_the_other_rank_ends_with_an_error_too(tmp_path):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    ranks = []
+    for r in range(2):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2",
+               "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}  # fmt: skip
+        command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path), "--epochs", "1", "--die-at", "4"]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        ranks[1].communicate(timeout=240)
+        died = time.monotonic()
+        out, _ = ranks[0].communicate(timeout=60)  # within a minute
+    finally:
+        for p in ranks:
+            p.kill()
+    assert (ranks[1].returncode, time.monotonic() - died < 60) == (17, True)
+    assert ranks[0].returncode != 0
+    assert "Error" in out
 
 
 ACCELERATE = """

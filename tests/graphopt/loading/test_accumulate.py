@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt.errors import ConfigError
@@ -35,10 +36,11 @@ class Stack(torch.nn.Module):
         super().__init__()
         self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
         self.head = torch.nn.Linear(D, 4)
+        self.recompute = False
 
     def forward(self, x, temb):
         for block in self.blocks:
-            x = block(x, temb)
+            x = checkpoint(block, x, temb, use_reentrant=False) if self.recompute else block(x, temb)
         return self.head(x)
 
 
@@ -90,6 +92,7 @@ CASES = [  # counts per rank, wrapper, weight, compiled with graphopt
     ((1, 3), "ddp", "token", True),
     ((2, 5), "ddp", "token", True),
     ((3, 1), "fsdp2", "sample", False),
+    ((1, 3), "fsdp2, blocks recomputed", "token", False),
     ((2, 2), "zero3", "token", False),
 ]
 
@@ -105,6 +108,7 @@ def wrapped(wrap, compile):
         if compile:
             block.compile(backend="graphopt", options=options, dynamic=True)
         fully_shard(block)  # the default reshards: accumulate has to change it
+    model.recompute = wrap.endswith("recomputed")
     return fully_shard(model)
 
 

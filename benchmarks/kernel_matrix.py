@@ -1,0 +1,235 @@
+"""Every kernel against fp64 eager over the whole matrix: fusions, widths, batches, lengths, dtypes, means of 1e3.
+
+    python benchmarks/kernel_matrix.py [--workers 8] [--seconds 600] [--state FILE] [--out FOLDER]
+    TRITON_INTERPRET=1 python benchmarks/kernel_matrix.py --workers 1
+
+A GPU runs the full cross with five seeds, every case twice (the second must give the same bits).  The interpreter
+takes 5 to 130 ms for a row, so it runs a covering design with one seed (more where D is small): every (fusion, width,
+dtypes) meets every batch size with 0 and 1 rows, one batch size with 77 rows and one sign of the mean, so that every
+pair out of fusion, width and dtypes meets all three batch sizes with 77 rows; every fusion, every width, every pair of
+dtypes and every batch size meets 4,095 rows at least once.  At the widest, 77 rows meet every fusion and every pair of
+dtypes once.
+
+A row: fusion, dtypes; runs (compared cases), failed, and the tensor that came nearest to its limit: `worst` is its
+error divided by the limit (1 is the limit), `worst_at` says where.  Cells already in the state file are not run again;
+exit code 1 if a case failed or a cell is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "codegen"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA before workers fork
+
+import conftest  # noqa: E402, F401  (mends the interpreter's rounding)
+import torch  # noqa: E402
+from _results import commit, save, triton_version  # noqa: E402
+from accuracy import DTYPES, measure, poisoned, trials_of  # noqa: E402
+from operator_forms import plain  # noqa: E402
+
+from graphopt.codegen.form import FUSIONS  # noqa: E402
+
+WIDTHS = (1, 3, 17, 64, 1152, 1536, 2240, 3072, 4096, 5120, 20000)
+BATCHES, LENGTHS, MEANS = (1, 2, 3), (0, 1, 77, 4095), (1e3, -1e3)
+MEAN_SHAPE = (2, 9)
+# what was imported, whatever is checked out later
+MADE = dict(commit=commit(), torch=torch.__version__, triton=triton_version())
+# GPU memory of one case in bytes per element of x: fp64 eager with its autograd, eager, ours
+BYTES = 260
+Cell = tuple[str, int, str]
+Case = tuple[int, int, float]
+
+
+def cells() -> list[Cell]:
+    """(fusion, width, dtypes), the longest first."""
+    return [(f, D, d) for D in reversed(WIDTHS) for f in reversed(FUSIONS) for d in DTYPES]
+
+
+def cases(cell: Cell, full: bool) -> list[Case]:
+    """(B, S, mean of x) to run for a cell; with `full` False the covering design of the module's text."""
+    if full:
+        return [(B, S, 0.0) for B in BATCHES for S in LENGTHS] + [(*MEAN_SHAPE, mean) for mean in MEANS]
+    i, j, k = list(FUSIONS).index(cell[0]), WIDTHS.index(cell[1]), list(DTYPES).index(cell[2])
+    turn = i + j + k
+    found = [(B, S, 0.0) for B in BATCHES for S in (0, 1)]
+    once = k == i % len(DTYPES)  # one pair of dtypes per fusion
+    if cell[1] < WIDTHS[-1] or once:
+        found.append((BATCHES[turn % 3], 77, 0.0))
+    if j == len(WIDTHS) - 1 - i and once:
+        found.append((BATCHES[i % 3], 4095, 0.0))
+    return [*found, (*MEAN_SHAPE, MEANS[turn % 2])]
+
+
+class Memory:
+    """GPU memory shared by the workers: a case waits until what it needs is free."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.free = multiprocessing.Value("q", total, lock=False)
+        self.changed = multiprocessing.Condition()
+
+    def take(self, size: int) -> int:
+        """Wait for `size` bytes (or all there are); what was taken."""
+        size = min(size, self.total)
+        with self.changed:
+            self.changed.wait_for(lambda: self.free.value >= size)
+            self.free.value -= size
+        return size
+
+    def give(self, size: int) -> None:
+        """Give bytes back."""
+        with self.changed:
+            self.free.value += size
+            self.changed.notify_all()
+
+
+def run_cell(cell: Cell, device: str, memory: Memory) -> dict[str, Any]:
+    """One cell: how many cases ran, which failed, and the tensor nearest to its limit."""
+    fusion, D, dtypes = cell
+    gpu = device == "cuda"
+    start = time.perf_counter()
+    row: dict[str, Any] = dict(fusion=fusion, D=D, dtypes=dtypes, runs=0, failed=[], worst=0.0, worst_at="")
+    for B, S, mean in cases(cell, full=gpu):
+        large = gpu and B * S * D > 4e6
+        taken = memory.take(B * S * D * BYTES) if large else 0
+        where = f"D={D} B={B} S={S}" + (f" mean={mean:g}" if mean else "")
+        try:
+            with poisoned():
+                form, trials = trials_of(plain(fusion), B, S, D, dtypes, device, mean, seeds=5 if gpu else 0)
+                for m in measure(form, trials, DTYPES[dtypes][0], twice=gpu):
+                    if m.ratio > row["worst"]:
+                        row |= dict(worst=round(m.ratio, 4), worst_at=f"{where} {m}")
+                    if not m.ratio <= 1:
+                        row["failed"].append(f"{where} {m}")
+        except Exception as error:  # a case that cannot run is a failed case, the others go on
+            row["failed"].append(f"{where} {type(error).__name__}: {str(error)[:300]}")
+            if "CUDA error" in str(error):
+                row["broken"] = True
+                break
+        finally:
+            if large:
+                gc.collect()
+                torch.cuda.empty_cache()
+                memory.give(taken)
+        row["runs"] += 1
+    return row | dict(seconds=round(time.perf_counter() - start, 2), **MADE)
+
+
+def work(device: str, wanted: list[Cell], place: Any, end: float, memory: Memory, results: Any) -> None:
+    """A worker: takes the next cell until none is left or the time is up."""
+    torch.set_num_threads(1)
+    if device == "cpu":  # torch 2.11 wraps no interpreted kernel; outside a graph there is nothing to wrap
+        torch.library.wrap_triton = lambda kernel: kernel
+    while time.time() < end:
+        with place.get_lock():
+            i, place.value = place.value, place.value + 1
+        if i >= len(wanted):
+            break
+        row = run_cell(wanted[i], device, memory)
+        results.put(row)
+        if row.pop("broken", False):  # this process's CUDA context is lost
+            break
+    results.put(None)
+
+
+def collect(results: Any, workers: list[Any], new: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+    """Rows as they come; a worker that lost its GPU is replaced, one that died is not waited for."""
+    running = len(workers)
+    while running:
+        try:
+            row = results.get(timeout=5)
+        except queue.Empty:
+            dead = [w for w in workers if not w.is_alive() and w.exitcode]
+            for w in dead:
+                print(f"a worker died with exit code {w.exitcode}: its cell is missing", flush=True)
+                workers.remove(w)
+            running -= len(dead)
+            continue
+        if row is None:
+            running -= 1
+            continue
+        if row.pop("broken", False):
+            workers.append(new())
+            workers[-1].start()
+            running += 1
+        yield row
+
+
+def summary(rows: list[dict[str, Any]], full: bool) -> list[dict[str, Any]]:
+    """The state's cells as rows of the result file: one per fusion and pair of dtypes."""
+    out = []
+    for fusion in FUSIONS:
+        for dtypes in DTYPES:
+            mine = [r for r in rows if (r["fusion"], r["dtypes"]) == (fusion, dtypes)]
+            worst = max(mine, key=lambda r: r["worst"], default={"worst": 0.0, "worst_at": ""})
+            out.append(dict(
+                fusion=fusion, code=FUSIONS[fusion].code, dtypes=dtypes, design="full" if full else "covering",
+                cells=len(mine), cells_wanted=len(WIDTHS), runs=sum(r["runs"] for r in mine),
+                failed=[f for r in mine for f in r["failed"]], worst=worst["worst"], worst_at=worst["worst_at"],
+                made={k: sorted({r[k] for r in mine if r.get(k)}) for k in MADE},
+                seconds=round(sum(r["seconds"] for r in mine), 1),
+            ))
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this long")
+    parser.add_argument("--only", default="", help="cells whose `fusion D dtypes` contains this")
+    parser.add_argument("--narrow-first", action="store_true", help="the shortest cells first")
+    parser.add_argument("--state", type=Path, default=ROOT / "build" / "kernel_matrix.jsonl")
+    parser.add_argument("--memory", type=float, default=60.0, help="GiB of GPU memory for all workers")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    args.state.parent.mkdir(parents=True, exist_ok=True)
+    lines = args.state.read_text().splitlines() if args.state.exists() else []
+    rows = [json.loads(line) for line in lines]
+    have = {(r["fusion"], r["D"], r["dtypes"]) for r in rows}
+    wanted = [c for c in cells() if c not in have and args.only in " ".join(map(str, c))]
+    if args.narrow_first:
+        wanted.reverse()
+    print(f"{len(have)} cells known, {len(wanted)} to run on {device}", flush=True)
+    end, memory = time.time() + args.seconds, Memory(int(args.memory * 2**30))
+    start = multiprocessing.get_context("fork")  # CUDA is not touched before: workers need not import again
+    place, results = start.Value("i", 0), start.Queue()
+    new = lambda: start.Process(target=work, args=(device, wanted, place, end, memory, results), daemon=True)
+    workers = [new() for _ in range(min(args.workers, len(wanted)))]
+    for w in workers:
+        w.start()
+    since = time.time()
+    with args.state.open("a") as state:
+        for row in collect(results, workers, new):
+            rows.append(row)
+            state.write(json.dumps(row) + "\n")
+            state.flush()
+            if row["failed"]:
+                print("FAILED", row["fusion"], row["D"], row["dtypes"], row["failed"][:3], flush=True)
+            if len(rows) % 20 == 0:
+                print(f"{len(rows)} cells, {time.time() - since:.0f} s", flush=True)
+    table = summary(rows, full=device == "cuda")
+    name = "kernel_matrix" if device == "cuda" else "kernel_matrix_interpreter"
+    save(name, table, ("fusion", "dtypes"), {}, args.out)
+    failed = sum(len(r["failed"]) for r in table)
+    missing = sum(r["cells_wanted"] - r["cells"] for r in table)
+    print(f"{sum(r['runs'] for r in table)} runs, {failed} failed, {missing} cells missing, worst "
+          f"{max(r['worst'] for r in table)} of the limit", flush=True)
+    sys.exit(bool(failed or missing))
+
+
+if __name__ == "__main__":
+    main()

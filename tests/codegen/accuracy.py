@@ -1,0 +1,151 @@
+"""How far a form's kernels are from fp64 eager, next to eager in the kernel's own dtype.
+
+Rule (relative L2 against fp64 eager): bf16 and fp16 results at most 1.25x the error of eager in that dtype, fp32 ones at
+most max(1e-5, 1.25x eager's); gradients the same, in the dtype of their leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from operator_forms import Form, attributes, call, chain, leaves, operands, sized, with_leaves
+from torch import Tensor
+
+from graphopt.codegen import kernels
+
+# name -> dtype of the activations, dtype of the factors
+DTYPES = {
+    "bf16": (torch.bfloat16, torch.bfloat16), "bf16-fp32": (torch.bfloat16, torch.float32),
+    "fp16-fp32": (torch.float16, torch.float32), "fp32": (torch.float32, torch.float32),
+    "fp32-bf16": (torch.float32, torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Relative L2 errors of one tensor, ours and eager's, and what ours may be."""
+
+    name: str
+    ours: float
+    eager: float
+    dtype: torch.dtype
+
+    @property
+    def limit(self) -> float:
+        """The largest error allowed."""
+        return max(1e-5 if self.dtype == torch.float32 else 1e-6, 1.25 * self.eager)
+
+    @property
+    def ratio(self) -> float:
+        """Our error in units of the limit."""
+        return self.ours / self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.ours:.3e}, eager {self.eager:.3e}, limit {self.limit:.3e}"
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Every buffer the kernels allocate starts as NaN, so an element that none of them wrote shows."""
+    empty = torch.empty
+
+    def nan(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    kernels.torch.empty = nan
+    try:
+        yield
+    finally:
+        kernels.torch.empty = empty
+
+
+def strided(v: Tensor) -> Tensor:
+    """The same values as the middle third of a larger buffer."""
+    return torch.cat([v, v, v], -1).chunk(3, -1)[1] if v.dim() > 1 else v
+
+
+def moved(t: dict, device: str, mean: float = 0.0) -> dict:
+    """Operands of the test's device; factors are strided chunks of one buffer, as in a model; x has this mean."""
+    t = with_leaves(t, [v.detach().to(device) for v in leaves(t)])
+    t["x"] = (t["x"] + mean).to(t["x"].dtype)
+    for i in range(len(t["modulation"])):
+        t["modulation"][i] = strided(0.3 * t["modulation"][i])
+    if t["gate"] is not None:
+        t["gate"] = strided(0.3 * t["gate"])
+    return with_leaves(t, [v.requires_grad_() for v in leaves(t)])
+
+
+def gradients(outs: list[Tensor], t: dict, cotangents: list[Tensor]) -> list[Tensor]:
+    """Gradients of all leaves."""
+    return list(torch.autograd.grad(outs, leaves(t), [c.to(o.dtype) for o, c in zip(outs, cotangents)]))
+
+
+def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool = False) -> list[Measured]:
+    """Every output and gradient, over the trials together (a few elements alone would measure luck).
+
+    Asserts dtypes, shapes and that everything is finite; with `twice`, that a second run gives the same bits.
+    """
+    sums: dict[str, list[float]] = {}  # name -> squared error, squared error of eager, squared norm
+    dtypes: dict[str, torch.dtype] = {}
+    for t in trials:
+        outs = call(form, t, *attributes(form, dtype), engine="triton")
+        cotangents = [torch.randn(o.shape, device=o.device).to(o.dtype) for o in outs]
+        got = gradients(outs, t, cotangents)
+        if twice:
+            again = call(form, t, *attributes(form, dtype), engine="triton")
+            same = [torch.equal(a, b) for a, b in zip([*outs, *got], [*again, *gradients(again, t, cotangents)])]
+            assert all(same), f"a second run differs: {same}"
+            del again
+        for o in outs:
+            assert (o.dtype, o.is_contiguous()) == (dtype, True)
+        for leaf, g in zip(leaves(t), got, strict=True):
+            assert (g.shape, g.dtype) == (leaf.shape, leaf.dtype)
+            assert torch.isfinite(g).all()
+        outs = [o.detach() for o in outs]
+        truth_t = with_leaves(t, [v.detach().double().requires_grad_() for v in leaves(t)])
+        truth = chain(form, truth_t)
+        want = gradients(truth, truth_t, cotangents)
+        truth = [o.detach() for o in truth]
+        del truth_t
+        rough_t = with_leaves(t, [v.detach().clone().requires_grad_() for v in leaves(t)])
+        rough = chain(form, rough_t)
+        rough_grads = gradients(rough, rough_t, cotangents)
+        if t["x"].shape[-1] == 1:  # a norm over one channel amplifies the rounding of dy * gain by 1 / sqrt(eps)
+            got = want = rough_grads = []
+        triples = [(f"output {i}", *v) for i, v in enumerate(zip(outs, truth, [r.to(dtype) for r in rough], strict=True))]
+        triples += [(f"gradient {i}", *v) for i, v in enumerate(zip(got, want, rough_grads, strict=True))]
+        for name, a, b, c in triples:
+            dtypes[name] = a.dtype
+            each = [(v.detach().double() - b).square().sum().item() for v in (a, c)] + [b.square().sum().item()]
+            sums[name] = [p + q for p, q in zip(sums.get(name, [0.0, 0.0, 0.0]), each)]
+    return [Measured(name, (ours / size) ** 0.5, (eager / size) ** 0.5, dtypes[name])
+            for name, (ours, eager, size) in sums.items() if size > 0]
+
+
+def compare(form: Form, trials: Iterable[dict], dtype: torch.dtype) -> None:
+    """Assert the rule of the module."""
+    for m in measure(form, trials, dtype):
+        assert m.ratio <= 1, str(m)
+
+
+def trials_of(form: Form, B: int, S: int, D: int, dtypes: str, device: str, mean: float = 0.0,
+              seeds: int = 0) -> tuple[Form, Iterator[dict]]:
+    """A form at these sizes, and operands of it by seed: at least so many that the gradient of a vector has 600 elements."""
+    dtype, factors = DTYPES[dtypes]
+    form = sized(form, (B, S, D))
+
+    def trials() -> Iterator[dict]:
+        for seed in range(max(seeds, min(8, -(-600 // D)))):
+            torch.manual_seed(seed)
+            yield moved(operands(form, dtype, factors, (B, S, D), device), device, mean)
+
+    return form, trials()
+
+
+def run(form: Form, B: int, S: int, D: int, dtypes: str, device: str, mean: float = 0.0) -> None:
+    """Assert the rule for one form and size."""
+    compare(*trials_of(form, B, S, D, dtypes, device, mean), DTYPES[dtypes][0])

@@ -1,0 +1,54 @@
+"""The scripts that run on several GPUs, on two processes over gloo with tiny models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+def torchrun(script, *options, seconds=300):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", str(BENCHMARKS / script), *options]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
+
+
+def rows(folder):
+    return json.loads((folder / "schedule.json").read_text())["rows"]
+
+
+def test_one_against_three_microbatches_of_a_rewritten_wan_block(tmp_path):
+    done = torchrun("schedule_grads.py", "--quick", "--small=64", "--text-dim=16", "--batches=2", "--cases=fsdp2:fp32:1,3",
+                    "--system=rewritten", "--out", str(tmp_path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = rows(tmp_path)
+    assert (row["mode"], row["data"], row["ranks"]) == ("fsdp2 fp32", "1 and 3 microbatches", 2)
+    assert 0 < row["error"] <= 1e-6
+
+
+@pytest.mark.nightly
+def test_every_policy_in_a_real_loop(tmp_path):
+    done = torchrun("schedule_step.py", "--machine=here", "--layers=1", "--width=128", "--text-dim=32", "--shrink=12",
+                    "--system=aot_eager", "--budget=60", "--shapes=4", "--steps=4", "--workers=1", "--plan-ranks=4",
+                    "--speed-calls=3", "--speeds", "--out", str(tmp_path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path)
+    measured = {r["policy"]: r for r in found if r["mode"] == "measured"}
+    assert set(measured) == {"step_balanced", "equal_token", "adaptive_load"}
+    for r in measured.values():
+        assert (r["oom"], r["ranks"]) == (0, 2)
+        assert 0 < r["limit_fraction"] <= 1.05
+        assert len(r["step_s"]) == len(r["predicted_s"]) == 4
+        assert [len(x) for x in r["busy_s"]] == [4, 4]
+        assert r["graphs"] <= 4
+        assert {"gain_over_equal_token", "zero_bubble_gain", "zero_bubble_gain_steps"} <= set(r)
+    assert measured["equal_token"]["gain_over_equal_token"] == 0
+    assert {r["policy"] for r in found if r["ranks"] == 4} == set(measured)
+    again = [sys.executable, str(BENCHMARKS / "schedule_step.py"), "--plans-from", str(tmp_path / "schedule.json"), "--plan-ranks=2"]
+    subprocess.run(again, check=True)
+    assert {r["policy"] for r in rows(tmp_path) if r["mode"] == "simulated with the fit" and r["ranks"] == 2} == set(measured)
