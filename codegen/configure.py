@@ -137,7 +137,7 @@ def _backward(spec: KernelSpec, programs_per_sm: int | None) -> Configuration:
 
 def _fewest_warps(spec: KernelSpec) -> int:
     """Warps that hold a row and its sums without spilling."""
-    most = PER_THREAD * (1.1 if spec.branch_normed else 1.0)
+    most = PER_THREAD * (1.1 if spec.branch_normed and spec.D > 4096 else 1.0)
     warps = 1
     while warps < MAX_WARPS and spec.D * live_values(spec) > most * 32 * warps:
         warps *= 2

@@ -20,7 +20,7 @@ from graphopt import cli
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 SOURCES = [f for folder in ("graphopt", "passes", "codegen", "schedule") for f in (ROOT / folder).rglob("*.py")]
-OPTIONS = {"rules", "select", "numerics", "verify", "on_error", "regions", "compiler", "mode", "dsa"}
+OPTIONS = {"rules", "experimental", "select", "numerics", "verify", "on_error", "regions", "compiler", "mode", "dsa"}
 
 
 @cache
