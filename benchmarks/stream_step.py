@@ -4,7 +4,8 @@
                                      [--updates deferred,priority,in_backward,serial] [--timeline FOLDER]
 
 Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
-compute); then each update order.  "serial": one stream for kernels and copies, the update at the end of the step.
+compute); then each update order ("priority@20": with 20 threads).  "serial": one stream for kernels and copies, the
+update at the end of the step.
 bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
@@ -22,13 +23,15 @@ from _results import save
 
 import graphopt
 from graphopt.schedule.stream_timeline import busy
-from graphopt.streaming import attach, measure
+from graphopt.streaming import attach, measure, numa
+from graphopt.streaming.optimizer import kernel_of
 
 WIDTHS = {
     "1.3b": dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, text_dim=4096, freq_dim=256),
     "14b": dict(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824, text_dim=4096, freq_dim=256),
     "tiny": dict(num_attention_heads=2, attention_head_dim=24, ffn_dim=64, text_dim=32, freq_dim=32),
 }
+KEYS = ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads")
 GPU = torch.cuda.is_available()
 
 
@@ -132,6 +135,12 @@ def bounds(engine, rate: dict[str, float], slots: int, r: float, f: float) -> di
             "adamw": adam, "up": up1 + up2, "down": down}
 
 
+def rss() -> float:
+    """GiB of memory this process holds."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(x for x in status if x.startswith("VmRSS")).split()[1]) / 2**20
+
+
 def first_step(step, kw: dict, engine, model) -> tuple[float, float]:
     t = time.perf_counter()
     loss = step(**kw)[0].float().square().mean()
@@ -152,7 +161,8 @@ def main() -> None:
     p.add_argument("--resident", type=int, default=0, help="first layers that stay on the device")
     p.add_argument("--updates", default="deferred,priority")
     p.add_argument("--steps", type=int, default=6)
-    p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box")
+    p.add_argument("--threads", type=int, help="of the optimizer's kernel")
+    p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box; 0: none")
     p.add_argument("--out", type=Path)
     p.add_argument("--timeline", type=Path)
     p.add_argument("--compiler", default="inductor")
@@ -175,7 +185,9 @@ def main() -> None:
     if a.compiler != "inductor":
         options["graphopt.rules"] = []
     step = torch.compile(model, backend="graphopt", options=options, dynamic=False)
-    rate = measure.host_rates(device, a.rates_seconds, elements=min(first.elements, measure.ELEMENTS))
+    rate = dict.fromkeys(("h2d", "d2h", "adamw"), float("nan"))
+    if a.rates_seconds:
+        rate = measure.host_rates(device, a.rates_seconds, elements=min(first.elements, measure.ELEMENTS))
     say("GB/s: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()))
     opt = None
     for grid, name in grids.items():
@@ -193,15 +205,21 @@ def main() -> None:
                 f"forward {f:.1f}; {[round(t, 1) for t in times]}")
             engine.set_slots(a.slots)
         if opt is None:
-            opt = graphopt.HostAdamW(model.parameters(), lr=1e-5)
+            opt = graphopt.HostAdamW(model.parameters(), lr=1e-5, threads=a.threads)
+            for state in opt.states.values():  # a first update would meet untouched pages
+                state.exp_avg.zero_(), state.exp_avg_sq.zero_(), state.residual.zero_()
         engine.optimizer = weakref.ref(opt)
         if GPU:
             torch.cuda.empty_cache()
+        plan = graphopt.stream_plan(model, tokens, slots=a.slots, update="priority")
+        say(f"plan: host {plan.host_bytes / 2**30:.2f} GiB, device {plan.device_bytes / 2**30:.2f} GiB and activations")
         bound = bounds(engine, rate, a.slots, r, f)
         say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
         for update in a.updates.split(","):
-            serial = update == "serial"
-            opt.update = "deferred" if serial else update
+            kind, _, threads = update.partition("@")
+            serial = kind == "serial"
+            opt.update = "deferred" if serial else kind
+            opt.updates.kernel = kernel_of("auto", engine.link, int(threads) if threads else a.threads)
             engine.gradients.keep_norms = opt.update == "deferred"
             engine.set_slots(1 if serial else a.slots)
             engine.link.overlap(not serial)
@@ -213,14 +231,15 @@ def main() -> None:
                 continue
             finally:
                 engine.link.overlap(True)
-            say(f"{name} {update}: bound {bound[update]:.1f}, rho {bound[update] / row['step_ms']:.3f}, "
+            say(f"{name} {update}: bound {bound[kind]:.1f}, rho {bound[kind] / row['step_ms']:.3f}, "
                 f"x{row['step_ms'] / r:.3f} resident")
             row |= dict(params_b=round(params, 3), tokens=tokens, system="serial" if serial else "graphopt",
                         update=opt.update, overlap=not serial, slots=1 if serial else a.slots, resident=a.resident,
-                        layers=a.layers, width=a.width, resident_ms=r, bound_ms=bound[update],
-                        rho=bound[update] / row["step_ms"], host_gib=engine.store.arena.nbytes / 2**30)
-            save("stream", [row], ("params_b", "tokens", "system", "update", "slots", "resident", "layers"),
-                 {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
+                        layers=a.layers, width=a.width, resident_ms=r, bound_ms=bound[kind],
+                        rho=bound[kind] / row["step_ms"], host_gib=engine.store.arena.nbytes / 2**30,
+                        plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
+                        threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
+            save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 
 
 def order(model, step, kw: dict, engine, driver, opt, a, label: str, n: int, warm: int, say) -> dict:

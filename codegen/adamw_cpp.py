@@ -23,12 +23,14 @@ from pathlib import Path
 
 import torch
 
+from graphopt.codegen import store
 from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import CodegenError
 
 log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno",
          "-fno-trapping-math")
+CPUINFO = Path("/proc/cpuinfo")
 # instruction set -> (what /proc/cpuinfo must list, compiler flags); the first that fits is used
 ISAS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512": (frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
@@ -143,16 +145,13 @@ def source() -> str:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    base = os.environ.get("GRAPHOPT_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "graphopt")
-    return Path(base)
+    """Where compiled kernels are kept: GRAPHOPT_CACHE_DIR, or `graphopt` under the user's cache folder."""
+    return store.cache_folder().parent
 
 
 def instruction_set() -> str:
     """The best of ISAS that this machine has."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     has = set(next((x for x in lines if x.startswith("flags")), "").split())
     return next(name for name, (needs, _) in ISAS.items() if needs <= has)
 
@@ -166,20 +165,36 @@ def build(isa: str | None = None) -> Path:
     flags = (*FLAGS, *ISAS[isa][1])
     text = source()
     digest = hashlib.sha256("\0".join((text, compiler, *flags, platform.machine())).encode()).hexdigest()[:16]
-    target = cache_folder() / f"adamw-{isa}-{digest}.so"
+    name = f"adamw-{isa}-{digest}.so"
+    try:
+        return _made(cache_folder() / name, text, [compiler, *flags])
+    except OSError as error:
+        log.warning("graphopt: kernel cache %s cannot be used (%s); a temporary folder is", cache_folder(), error)
+    return _made(store.temporary_folder() / name, text, [compiler, *flags])
+
+
+def _made(target: Path, text: str, command: list[str]) -> Path:
+    """The library of `text`, compiled if it is not there whole."""
     if target.exists():
-        return target
+        if _whole(target.read_bytes()):
+            return target
+        log.warning("graphopt: %s was corrupt and is compiled again", target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".adamw-", dir=target.parent) as folder:
         file, made = Path(folder) / "adamw.cpp", Path(folder) / "adamw.so"
         file.write_text(text)
-        command = [compiler, *flags, str(file), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, str(file), "-o", str(made)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise CodegenError(f"{compiler} failed on the AdamW kernel", where=done.stderr[-800:],
+            raise CodegenError(f"{command[0]} failed on the AdamW kernel", where=done.stderr[-800:],
                                remedy="use HostAdamW(kernel='torch'), or another compiler by CXX")
+        code = made.read_bytes()
+        made.write_bytes(code + hashlib.sha256(code).digest())  # the loader does not look behind the sections
         os.replace(made, target)  # a second process may do the same at the same time
     return target
+
+
+def _whole(library: bytes) -> bool:
+    return len(library) > 32 and hashlib.sha256(library[:-32]).digest() == library[-32:]
 
 
 @contextmanager

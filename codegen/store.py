@@ -30,7 +30,8 @@ def cache_folder() -> Path:
 
 
 @cache
-def _temporary_folder() -> Path:
+def temporary_folder() -> Path:
+    """A folder of this process, where the cache folder cannot be written."""
     return Path(tempfile.mkdtemp(prefix="graphopt-kernels-"))
 
 
@@ -46,7 +47,7 @@ def write(name: str, source: str) -> Path:
     except OSError as error:
         log.warning("graphopt: kernel cache %s cannot be used (%s); a temporary folder is", folder, error)
     try:
-        return _write(_temporary_folder(), file, source)
+        return _write(temporary_folder(), file, source)
     except OSError as error:
         raise CodegenError(
             f"the source of {name} can be written neither to {folder} nor to a temporary folder: {error}",
@@ -68,8 +69,8 @@ def _write(folder: Path, file: str, source: str) -> Path:
         with os.fdopen(handle, "wb") as out:
             out.write(source.encode())
         os.replace(part, path)  # whole or not at all, also with several processes
-    except OSError:
-        Path(part).unlink(missing_ok=True)  # a full disk keeps no half-written file
+    except BaseException:
+        Path(part).unlink(missing_ok=True)  # a full disk, or Ctrl-C, keeps no half-written file
         raise
     return path
 

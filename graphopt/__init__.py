@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphopt._inspect import Inspection, inspect
+    from graphopt.checkpoint import Checkpoints
     from graphopt.checks import CheckFailed, check
     from graphopt.config import Config, configure
     from graphopt.errors import GraphoptError
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
     from graphopt.loading.loader import PlanLoader
     from graphopt.loading.microbatch import MicrobatchInfo
     from graphopt.loading.sampler import PlanBatchSampler
+    from graphopt.metrics import MetricsLog
     from graphopt.passes.catalogue import register_rule, unregister_rule
     from graphopt.passes.rule import Rule
     from graphopt.reporting import Report, last_report, report
     from graphopt.schedule.bench import largest_batch, shape_benchmark
     from graphopt.schedule.cost import trace_cost
+    from graphopt.schedule.costmodel import CostFit
+    from graphopt.schedule.dataset import read_samples
     from graphopt.schedule.fitting import fit_cost, fit_memory
     from graphopt.schedule.plan import Plan
     from graphopt.schedule.planner import plan_batches
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from graphopt.streaming.optimizer import HostAdamW
     from graphopt.streaming.planning import stream_plan
     from graphopt.streaming.timeline import stream_timeline
+    from graphopt.weights import save_weights
 
 __version__ = "0.1.0"
 
@@ -53,16 +58,22 @@ _HOME = {
     "inspect": "graphopt._inspect",
     "last_report": "graphopt.reporting",
     "report": "graphopt.reporting",
+    # run
+    "Checkpoints": "graphopt.checkpoint",
+    "MetricsLog": "graphopt.metrics",
+    "save_weights": "graphopt.weights",
     # plan
     "MicrobatchInfo": "graphopt.loading.microbatch",
     "PlanBatchSampler": "graphopt.loading.sampler",
     "PlanLoader": "graphopt.loading.loader",
     "accumulate": "graphopt.loading.accumulate",
+    "CostFit": "graphopt.schedule.costmodel",
     "Plan": "graphopt.schedule.plan",
     "fit_cost": "graphopt.schedule.fitting",
     "fit_memory": "graphopt.schedule.fitting",
     "largest_batch": "graphopt.schedule.bench",
     "plan_batches": "graphopt.schedule.planner",
+    "read_samples": "graphopt.schedule.dataset",
     "replan": "graphopt.schedule.replan",
     "shape_benchmark": "graphopt.schedule.bench",
     "simulate": "graphopt.schedule.simulate",
@@ -76,10 +87,13 @@ _HOME = {
 }
 __all__ = [
     "CheckFailed",
+    "Checkpoints",
     "Config",
+    "CostFit",
     "GraphoptError",
     "HostAdamW",
     "Inspection",
+    "MetricsLog",
     "MicrobatchInfo",
     "Plan",
     "PlanBatchSampler",
@@ -96,9 +110,11 @@ __all__ = [
     "last_report",
     "layer_major",
     "plan_batches",
+    "read_samples",
     "register_rule",
     "replan",
     "report",
+    "save_weights",
     "shape_benchmark",
     "simulate",
     "stream",

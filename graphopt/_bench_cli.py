@@ -47,10 +47,12 @@ BENCHMARKS = {
     "step": Benchmark("step", "a training step: eager, Inductor, graphopt; time, memory, gradients", 1, 6),
     "verify": Benchmark("verify", "graphopt.verify on a model of real width: what it finds and costs", 1, 2),
     "dsa": Benchmark("dsa", "3D deformable sliding attention against cuDNN and FlexAttention", 1, 8),
+    "dsa-step": Benchmark("dsa_step", "a training step of Wan with sliding attention, against the dense model", 1, 4),
     "stream": Benchmark("stream_step", "streamed steps against resident ones, and the bound of this machine", 1, 6),
     "shape": Benchmark("schedule_shape", "step time over batch and sequence length, and its fit", 1, 4),
     "schedule": Benchmark("schedule", "batch plans, simulated: limits, speed, cost model", 0, 10),
     "schedule-step": Benchmark("schedule_step", "batch plans in a real loop, predicted beside measured", 2, 8),
+    "same-loss": Benchmark("same_loss", "300 steps, eager and with graphopt on the same data: losses", 0, 10),
     "match": Benchmark("match", "time of matching and rewriting a deep model", 0, 2),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pathlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,3 +124,13 @@ def real_inputs(gm: fx.GraphModule) -> list[Any] | None:
             return None
         values.append(value)
     return values
+
+
+def backward_id() -> int:
+    """A number of the backward pass that is running in this thread, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

@@ -94,7 +94,10 @@ def compile_(
                 for D in widths.split(",") for u in units(example(f, int(D), target=t, **kind))]
     except CodegenError as error:
         raise _fail(error) from error
-    rows = compile_all(each, jobs or os.cpu_count() or 1)
+    try:
+        rows, interrupted = compile_all(each, jobs or os.cpu_count() or 1), False
+    except Interrupted as stop:
+        rows, interrupted = stop.rows, True
     typer.echo(f"{'target':8s} {'kernel':52s} {'D':>6s} {'warps':>5s} {'registers':>9s} {'spills':>6s} {'shared':>7s}")
     for r in rows:
         figures = r.get("error") or f"{r['registers']:9d} {r['spills']:6d} {r['shared']:7d}"
@@ -102,16 +105,29 @@ def compile_(
     failed = sum("error" in r for r in rows)
     spilled = sum(r.get("spills", 0) > 0 for r in rows)
     typer.echo(f"{len(rows)} kernels, {failed} failed, {spilled} spill")
+    if interrupted:
+        typer.echo(f"interrupted; {len(each) - len(rows)} kernels were not compiled", err=True)
     if as_json is not None:
         try:
             write(as_json, json.dumps(rows, indent=1) + "\n")
         except ConfigError as error:
             raise _fail(error) from error
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(130 if interrupted else 1 if failed else 0)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; `rows` are those of the kernels compiled by then."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.rows = rows
 
 
 def compile_all(wanted: list[tuple[str, Unit]], jobs: int) -> list[dict[str, Any]]:
-    """Compile (target, unit) pairs in several compiler processes; rows in their order, errors as text."""
+    """Compile (target, unit) pairs in several compiler processes; rows in their order, errors as text.
+
+    Raises Interrupted on Ctrl-C, at once.
+    """
     from graphopt.codegen.compiler import Compiler
 
     jobs = max(1, min(jobs, len(wanted)))
@@ -126,9 +142,14 @@ def compile_all(wanted: list[tuple[str, Unit]], jobs: int) -> list[dict[str, Any
             return row | {"error": error.what}
         return row | {"registers": found.registers, "spills": found.spills, "shared": found.shared}
 
+    pool = ThreadPoolExecutor(jobs)
+    futures = [pool.submit(one, i) for i in range(len(wanted))]
     try:
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, range(len(wanted))))
+        return [f.result() for f in futures]
+    except KeyboardInterrupt:
+        done = [f.result() for f in futures if f.done() and not f.cancelled() and f.exception() is None]
+        raise Interrupted(done) from None
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
         for compiler in compilers:
             compiler.stop()

@@ -23,6 +23,7 @@ from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
 from graphopt.passes import catalogue, column_sums, freeing_order, gradient_addends, pipeline, reuse_gradients
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
+from graphopt.passes.lower_video_attention import LowerVideoAttention, MatchGlobalAttention, has_mark
 from graphopt.passes.norm_rotate import NormRotate
 from graphopt.passes.record import PassRecord, Site
 
@@ -81,16 +82,16 @@ def rewrite(
         select=config.select,
         numerics=config.numerics,
         on_error=config.on_error,
-        experimental=tuple(n for n in config.experimental if n not in config.disable),
         target=target,
         inputs=verifiable(gm, warn) if config.verify else None,
         warn=warn,
     )
     twin = pipeline.copy(gm)
     try:
-        record.passes += pipeline.run(twin, passes(), context, observe)
+        record.passes += pipeline.run(twin, passes(gm, config), context, observe)
     except Exception as error:
-        if config.on_error == "raise" or isinstance(error, RuleError):
+        # a graph that was to slide and stays dense would be another model
+        if config.on_error == "raise" or isinstance(error, RuleError) or slides(gm, config):
             if isinstance(error, GraphoptError):
                 raise
             what = f"a pass failed: {type(error).__name__}: {error}"
@@ -110,9 +111,26 @@ def verifiable(gm: fx.GraphModule, warn: Callable[[str], None]) -> list[Any] | N
     return inputs
 
 
-def passes() -> list[pipeline.Pass]:
-    """The passes of a graph, in order."""
-    return [Canonicalize(), NormRotate(), AdaLN()]
+def passes(gm: fx.GraphModule, config: Config) -> list[pipeline.Pass]:
+    """The passes of a graph, in order.  Those of sliding attention run only where something asks for it.
+
+    Attention is matched first: what the tokens are is read from the model's own operators.
+    """
+    slide = slides(gm, config)
+    order: list[pipeline.Pass] = [Canonicalize(), *([MatchGlobalAttention()] if slide else [])]
+    if "norm_rotate" in experimental(config):
+        order.append(NormRotate())
+    return [*order, AdaLN(), *([LowerVideoAttention(config.dsa)] if slide else [])]
+
+
+def experimental(config: Config) -> set[str]:
+    """The passes beside the sites that run: asked for, not disabled, and eager's roundings are not."""
+    return {*config.experimental} - {*config.disable} if config.numerics == "fp32" else set()
+
+
+def slides(gm: fx.GraphModule, config: Config) -> bool:
+    """Does the option `graphopt.dsa` or a converted module ask for sliding attention?"""
+    return config.dsa is not None or has_mark(gm)
 
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
@@ -121,8 +139,8 @@ def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Sit
     and kernels write gradients over gradients that die."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
-    wanted = {"gradient_addends", *config.experimental} - {*config.disable} if config.numerics == "fp32" else set()
-    late = [m for m in (gradient_addends, column_sums) if _name(m) in wanted]
+    folds = {"gradient_addends"} - {*config.disable} if config.numerics == "fp32" else set()
+    late = [m for m in (gradient_addends, column_sums) if _name(m) in folds | experimental(config)]
 
     def change(graph: fx.Graph) -> None:
         for module in late:

@@ -15,6 +15,7 @@ from typing import Any
 from graphopt import _compat
 from graphopt.errors import ConfigError
 from graphopt.passes import catalogue
+from graphopt.passes.lower_video_attention import Request
 
 PREFIX = "graphopt."
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -40,6 +41,8 @@ class Config:
     regions: "auto" compiles one of N equal layers once, for all of them; "off" compiles the graph as one.
     compiler: what compiles the rewritten graph.
     mode: a mode of Inductor (torch.compile refuses mode= beside options=).
+    dsa: make global attention slide (changes the maths; docs/dsa.md): a dict of window, grid, select, keep_dense,
+        boundary; None leaves attention alone.
     """
 
     rules: tuple[str, ...] | None = None
@@ -52,6 +55,7 @@ class Config:
     regions: str = "off"
     compiler: str = "inductor"
     mode: str | None = None
+    dsa: Request | None = None
 
 
 _defaults = Config()
@@ -116,6 +120,8 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
             )
         if key == "verify" and not isinstance(value, bool):
             raise ConfigError(f"option {prefix + key!r} is {value!r}", remedy="use True or False")
+        if key == "dsa" and not isinstance(value, Request):
+            value = _request(prefix + key, value)
         if key in ("rules", "disable", "experimental"):
             if value is not None:
                 if isinstance(value, str) or not all(isinstance(v, str) for v in value):
@@ -128,6 +134,44 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
             raise ConfigError(f"unknown mode {value!r}", remedy=_nearest(str(value), _compat.inductor_mode_names()))
         config = replace(config, **{key: value})
     return config
+
+
+def _request(option: str, given: Any) -> Request | None:
+    """`graphopt.dsa` as a Request; None or False switch it off."""
+    if given is None or given is False:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"option {option!r} is {given!r}", remedy='give a dict, for example {"window": (3, 7, 7)}')
+    known = [f.name for f in fields(Request)]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r} in option {option!r}", remedy=_nearest(str(key), known))
+    values = dict(given)
+    for key in ("window", "grid"):
+        value = values.get(key)
+        if key in values and not (key == "grid" and value in (None, "auto")):
+            values[key] = _triple(f"{option}: {key}", value)
+    if values.get("grid") == "auto":
+        values["grid"] = None
+    select = values.get("select", ("*",))
+    values["select"] = (select,) if isinstance(select, str) else tuple(select)
+    keep = values.get("keep_dense", ())
+    values["keep_dense"] = (keep,) if isinstance(keep, int) else tuple(keep)
+    for key, allowed in (("boundary", ("inside", "border")), ("text", ("none", "first", "last"))):
+        if key in values and values[key] not in allowed:
+            raise ConfigError(f"{option}: {key} is {values[key]!r}",
+                              remedy=f"use one of {', '.join(map(repr, allowed))}")
+    return Request(**values)
+
+
+def _triple(what: str, value: Any) -> tuple[int, int, int]:
+    try:
+        t, h, w = (int(n) for n in value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{what} is {value!r}", remedy="give three whole numbers (t, h, w)") from None
+    if min(t, h, w) < 1:
+        raise ConfigError(f"{what} is {value!r}", remedy="give three sizes of at least 1")
+    return t, h, w
 
 
 def _check_rules(option: str, names: tuple[str, ...]) -> None:

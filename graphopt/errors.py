@@ -57,6 +57,10 @@ class StreamError(GraphoptError):
     """A model or an optimizer cannot be streamed as asked."""
 
 
+class CheckpointError(GraphoptError):
+    """A checkpoint cannot be written, is cut short, or belongs to another model or job."""
+
+
 class UnsupportedTorch(GraphoptError):
     """This version of torch lacks something graphopt relies on."""
 

@@ -194,7 +194,7 @@ def gather(gm: fx.GraphModule) -> Facts:
             grad_mode = f"{name}{node.args}"
         if node.op == "placeholder":
             v = node.meta.get("example_value")
-            facts.static[node] = isinstance(v, torch.nn.Parameter) or _is_state(node)
+            facts.static[node] = isinstance(v, torch.nn.Parameter) or is_state(node)
         elif node.op == "get_attr":
             facts.static[node] = True
         else:
@@ -207,5 +207,6 @@ def gather(gm: fx.GraphModule) -> Facts:
     return facts
 
 
-def _is_state(node: Node) -> bool:
+def is_state(node: Node) -> bool:
+    """Is a placeholder a parameter or a buffer of the model?"""
     return "_parameters_" in node.name or "_buffers_" in node.name

@@ -66,9 +66,8 @@ class NormRotate:
         """See Pass."""
         graphs = nested(gm)
         record = PassRecord(self.name, sum(len(g.graph.nodes) for g in graphs))
-        if context.numerics == "fp32" and self.name in context.experimental:
-            for g in graphs:
-                self.one(g, context, record)
+        for g in graphs:
+            self.one(g, context, record)
         record.nodes_after = sum(len(g.graph.nodes) for g in graphs)
         return record
 

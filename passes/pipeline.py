@@ -23,16 +23,14 @@ from graphopt.passes.rule import Rule
 class PassContext:
     """What passes may depend on beside the graph.
 
-    `experimental` names passes that would do nothing otherwise.  `target` compiles for a GPU that need not be here
-    ("sm90"); None takes the device of the example values.  `inputs` are the graph's real inputs when sites are to be
-    verified, else None.
+    `target` compiles for a GPU that need not be here ("sm90"); None takes the device of the example values.
+    `inputs` are the graph's real inputs when sites are to be verified with them, else None.
     """
 
     rules: tuple[Rule, ...]
     select: str = "profitable"
     numerics: str = "fp32"
     on_error: str = "fallback"
-    experimental: tuple[str, ...] = ()
     target: str | None = None
     inputs: list[Any] | None = field(default=None, compare=False)
     warn: Callable[[str], None] = field(default=lambda message: None, compare=False)

@@ -64,13 +64,15 @@ class Call:
     """One call of a layer in a model's forward.
 
     trained: it has weights that get gradients.  backward: it takes part in the backward.  resident: its weights stay
-    on the device, without a slot.
+    on the device, without a slot.  gathered: its gradients are added on the device to those of the call before it,
+    which goes backward next (micro-batches layer by layer).
     """
 
     layer: str
     trained: bool = True
     backward: bool = True
     resident: bool = False
+    gathered: bool = False
 
 
 def build(
@@ -158,7 +160,7 @@ class _Builder:
 
     def _backward(self, step: int, c: int, slot: int, ready: Node) -> None:
         call = self.calls[c]
-        slab = self.landed % self.slabs if call.trained else None
+        slab = self.landed % self.slabs if call.trained and not call.gathered else None
         busy = self.slab_busy[slab] if slab is not None else None
         done = self._node(compute, ready, self.stashed[c], busy, layer=call.layer, slot=slot, step=step, call=c,
                           phase="backward", slab=slab)
@@ -169,7 +171,8 @@ class _Builder:
         down = self._node(grad_offload, done, layer=call.layer, slab=slab, call=c, step=step)
         self.slab_busy[slab] = down
         self.offloads.setdefault(call.layer, []).append(down)
-        whole = sum(x.layer == call.layer and x.backward for x in self.calls) == len(self.offloads[call.layer])
+        whole = sum(x.layer == call.layer and x.backward and not x.gathered for x in self.calls) == len(
+            self.offloads[call.layer])
         if self.update != "deferred" and whole:
             self._update(call.layer, step)
 
@@ -263,10 +266,15 @@ def tasks(graph: fx.Graph, seconds: Callable[[Node], float], nbytes: Callable[[N
     from graphopt.passes.stream_check import accesses
 
     made = []
+    layers: dict[Any, int] = {}
     for node in graph.nodes:
         if node.op == "call_function":
             reads, writes = accesses(node)
+            place = layers.setdefault(node.kwargs["layer"], len(layers))
             made.append(Task(node.name, STREAM[node.target], seconds(node), tuple(a.name for a in node.all_input_nodes),
                              tuple(reads), tuple(writes), nbytes(node), str(node.kwargs["layer"]),
-                             str(node.kwargs.get("phase") or KIND.get(node.target, ""))))
+                             str(node.kwargs.get("phase") or KIND.get(node.target, "")),
+                             # as streaming.updates does: of what has landed, the lowest layer
+                             (1 << 20) * int(node.kwargs["step"]) + place  # type: ignore[call-overload]
+                             if node.target is optimizer else None))
     return made

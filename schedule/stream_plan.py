@@ -12,6 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# reads and writes of a bf16 [tokens, width] tensor outside products and attention, in the forward and in the backward:
+# fitted on compiled layers of Wan 1.3B on an H200 (docs/streaming.md)
+# and what one layer's recomputation and backward hold at once, in such tensors (fitted on one run: an estimate)
+FORWARD_UNITS = 52
+HELD_UNITS = 35
+BACKWARD_UNITS = 140
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 
@@ -21,26 +27,33 @@ class Rates:
     """What the machine sustains, in bytes/s and FLOP/s.
 
     h2d, d2h: copies of one layer between pinned host memory and the device.  adamw: bytes the optimizer's loop reads
-    and writes.  matmul, attention: bf16 FLOP/s, forward and backward together.  origin: where the numbers are from.
+    and writes.  matmul, attention, attention_backward: bf16 FLOP/s.  memory: bytes/s of the device's own memory, read
+    and written.  origin: where the numbers are from.
     """
 
-    h2d: float = 54.8e9
-    d2h: float = 54.8e9
-    adamw: float = 107e9
+    h2d: float = 51.7e9
+    d2h: float = 51.4e9
+    adamw: float = 180.8e9
     matmul: float = 6.84e14
-    attention: float = 5.42e14
-    origin: str = "one H200 box, PCIe Gen5, 16 cores (benchmarks/results/h200/stream.json; data/hardware.json)"
+    attention: float = 5.69e14
+    attention_backward: float = 5.26e14
+    memory: float = 4.27e12
+    origin: str = "one H200 box, PCIe Gen5, 32 cores (benchmarks/results/h200/stream.json)"
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: bytes on the link, trained elements, what the optimizer touches, forward seconds."""
+    """One layer: bytes on the link, what the optimizer touches, seconds of its forward and of its backward.
+
+    The backward recomputes the forward.
+    """
 
     name: str
     weight_bytes: int
     grad_bytes: int
     adamw_bytes: int
     forward_s: float
+    backward_s: float
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,19 @@ class Bound:
         return first if first == second else f"{first} in the forward, {second} in the backward"
 
 
+def layer_seconds(parameters: int, width: int, tokens: int, sequence: int, rates: Rates) -> tuple[float, float]:
+    """Seconds of a transformer layer's forward, and of its recomputation and backward.
+
+    parameters: of its matrices; width: of a token's vector; sequence: tokens that attend to each other.
+    """
+    products = 2 * parameters * tokens / rates.matmul
+    scores = 4 * tokens * sequence * width
+    unit = 2 * tokens * width / rates.memory
+    forward = products + scores / rates.attention + FORWARD_UNITS * unit
+    backward = 2 * products + 2.5 * scores / rates.attention_backward + BACKWARD_UNITS * unit
+    return forward, forward + backward
+
+
 def bound(layers: Sequence[LayerCost], rates: Rates, slots: int, update: str) -> Bound:
     """The least time of a step; update: "deferred", "priority" or "in_backward"."""
     total = sum(x.weight_bytes for x in layers)
@@ -75,9 +101,8 @@ def bound(layers: Sequence[LayerCost], rates: Rates, slots: int, update: str) ->
     up, up_back = total / rates.h2d, (total - turn) / rates.h2d
     down = sum(x.grad_bytes for x in layers) / rates.d2h
     adamw = sum(x.adamw_bytes for x in layers) / rates.adamw
-    compute = sum(x.forward_s for x in layers)
-    forward = {"compute": compute, "upload": up}
-    backward = {"compute": 3 * compute, "upload": up_back, "download": down}
+    forward = {"compute": sum(x.forward_s for x in layers), "upload": up}
+    backward = {"compute": sum(x.backward_s for x in layers), "upload": up_back, "download": down}
     if update == "deferred":
         forward["optimizer"] = adamw
     elif update == "in_backward":
@@ -104,4 +129,4 @@ def resident_layers(layers: Sequence[LayerCost], rates: Rates) -> int:
     if x is None:
         return 0
     chain = x.grad_bytes / rates.d2h + x.adamw_bytes / rates.adamw + x.weight_bytes / rates.h2d
-    return min(len(layers) - 1, -(-int(1e9 * chain) // max(1, int(1e9 * 4 * x.forward_s))))
+    return min(len(layers) - 1, -(-int(1e9 * chain) // max(1, int(1e9 * (x.forward_s + x.backward_s)))))

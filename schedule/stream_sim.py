@@ -1,8 +1,8 @@
 """A schedule of transfers, kernels and optimizer work on a fake clock.
 
 Tasks wait for the tasks they name and for the task before them on their stream; the CPU pool takes any task that may
-start, the earliest in the list first.  The times tell the length of a step, what it waits for, and whether two uses of
-one buffer ever overlap.
+start, the lowest rank first, else the earliest in the list.  The times tell the length of a step, what it waits for,
+and whether two uses of one buffer ever overlap.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Task:
     """One piece of work.
 
     seconds: how long it takes.  after: names of tasks it waits for.  reads, writes: buffers it uses.  nbytes: what it
-    moves, for accounts.  label, kind: for pictures.
+    moves, for accounts.  label, kind: for pictures.  rank: what the pool takes first
+    among tasks that may start; None: as they stand.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Task:
     nbytes: int = 0
     label: str = ""
     kind: str = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     end: dict[str, float] = {}
     events: list[tuple[float, int, str]] = []  # when, order, name: a task may start
     pool_free = 0.0
-    waiting: list[tuple[int, str]] = []
+    waiting: list[tuple[int, int, str]] = []
 
     def begin(name: str, at: float) -> None:
         start[name], end[name] = at, at + by_name[name].seconds
@@ -112,8 +114,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         if not missing[t.name]:
             heapq.heappush(events, (0.0, order[t.name], t.name))
     while events or waiting:
-        if waiting and (not events or pool_free <= events[0][0]):
-            _, name = heapq.heappop(waiting)
+        if waiting and (not events or pool_free < events[0][0]):
+            _, _, name = heapq.heappop(waiting)
             begin(name, max(pool_free, ready_at[name]))
             pool_free = end[name]
             finish(name)
@@ -121,7 +123,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         now, i, name = heapq.heappop(events)
         if by_name[name].stream == POOL:
             pool_free = max(pool_free, now) if not waiting else pool_free
-            heapq.heappush(waiting, (i, name))
+            rank = by_name[name].rank
+            heapq.heappush(waiting, (i if rank is None else rank, i, name))
             continue
         begin(name, now)
         finish(name)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from graphopt.codegen.dsa import checks, engines, operators, scatter
-from graphopt.codegen.dsa import text as text_keys
+from graphopt.codegen.dsa import checks, engines, scatter
+from graphopt.passes.video_compose import compose, form_of
 
 Grid = tuple[int, int, int]
 log = logging.getLogger(__name__)
@@ -42,7 +41,9 @@ def video_attention(
         padding: tokens at the end that are neither read nor written (their output is 0).
         scale: of the logits; default D ** -0.5.
         boundary: "inside", or "border": the window is not moved inside the grid, each tap clamps instead.
-        attn_mask, dropout_p, is_causal: refused, so that a call of scaled_dot_product_attention can be replaced.
+        attn_mask: boolean [B, 1, 1, N], False hides a text token; a sample that hides video tokens becomes NaN.  Any
+            other mask, dropout_p and is_causal are refused, so that a call of scaled_dot_product_attention can be
+            replaced.
 
     Returns:
         [B, heads, N, D] with q's dtype.
@@ -50,68 +51,29 @@ def video_attention(
     Raises:
         ConfigError: sizes that do not fit, masks, dropout, causal attention.
     """
-    checks.refuse_options(attn_mask, dropout_p, is_causal)
+    masked = attn_mask is not None and selects_text(attn_mask, q, text)
+    checks.refuse_options(None if masked else attn_mask, dropout_p, is_causal)
     checks.check(q, k, v, offsets, grid, window, text, padding, boundary)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    video = grid[0] * grid[1] * grid[2]
-    if _choice(q, offsets, grid, window, boundary).engine == "dense":
-        y = _dense(q, k, v, video + text, scale)
-        return y if offsets is None or not offsets.requires_grad else _tie(y, offsets)
-    if not text and not padding:
-        return attend(q, k, v, offsets, grid, window, scale, boundary)[0]
-    first = text if text_first else 0
-    part = slice(first, first + video)
-    y, lse = attend(q[:, :, part], k[:, :, part], v[:, :, part], offsets, grid, window, scale, boundary)
-    pieces = [y]
-    if text:
-        words = slice(0, text) if text_first else slice(video, video + text)
-        y2, lse2 = text_keys.attend(q[:, :, part], k[:, :, words], v[:, :, words], scale)
-        pieces = [merge(y, lse, y2, lse2)]
-        real = slice(0, video + text)
-        of_text = scaled_dot_product_attention(
-            q[:, :, words], k[:, :, real], v[:, :, real], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        pieces = [of_text, *pieces] if text_first else [*pieces, of_text]
-    if padding:
-        pieces.append(q.new_zeros((*q.shape[:2], padding, q.shape[3])))
-    return torch.cat(pieces, 2)
+    form = form_of(q, k, offsets, grid, window, scale, boundary, text != 0, text_first, masked, padding != 0)
+    if form.engine == "reference" and q.device.type == "cuda" and not torch.compiler.is_compiling():
+        _tell(_choice(q, offsets, grid, window, boundary).reason)
+    return compose(_call, form, q, k, v, offsets, attn_mask, grid, text, padding)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, real: int, scale: float) -> Tensor:
-    """Full attention among the first `real` tokens, 0 behind them."""
-    y = scaled_dot_product_attention(
-        q[:, :, :real], k[:, :, :real], v[:, :, :real], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    if real == q.shape[2]:
-        return y
-    return torch.cat([y, q.new_zeros((*q.shape[:2], q.shape[2] - real, q.shape[3]))], 2)
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
-def _tie(y: Tensor, offsets: Tensor) -> Tensor:
-    """y, with a zero gradient for offsets that have no effect: a parameter without a gradient would stop DDP."""
-    return y + (offsets.sum() * 0).nan_to_num().to(y.dtype)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: Grid, window: Grid, scale: float,
-           boundary: str = "inside") -> tuple[Tensor, Tensor]:
-    """(y, lse) of the video tokens alone, both differentiable; the operator is picked by device, dtype and mode."""
-    choice = _choice(q, offsets, grid, window, boundary)
-    if choice.engine != "reference":
-        return operators.operator("triton")(q, k, v, offsets, *grid, *window, scale, boundary)
-    if q.device.type == "cuda" and not torch.compiler.is_compiling():
-        _tell(choice.reason)
-    return operators.operator("reference")(q, k, v, offsets, *grid, *window, scale, boundary)
+def selects_text(mask: Tensor, q: Tensor, text: int) -> bool:
+    """Is a mask a boolean one [B, 1, 1, N] over the keys of a sequence with text?"""
+    return bool(text) and mask.dtype == torch.bool and mask.shape == (q.shape[0], 1, 1, q.shape[2])
 
 
 @cache
 def _tell(reason: str) -> None:
     """Once per reason: plain torch is right, but a user on a GPU should know why it is slow."""
     log.warning("graphopt: video_attention runs in plain torch, without its kernels: %s", reason)
-
-
-def merge(y1: Tensor, lse1: Tensor, y2: Tensor, lse2: Tensor) -> Tensor:
-    """Attention over two sets of keys from the attention over each: y [B, heads, N, D], lse [B, heads, N]."""
-    share = torch.sigmoid(lse1 - lse2)[..., None]
-    return (y1 * share + y2 * (1 - share)).to(y1.dtype)
 
 
 def explain(q: Tensor, offsets: Tensor | None = None, *, grid: Grid, window: Grid = (3, 7, 7),

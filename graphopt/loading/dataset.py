@@ -16,7 +16,13 @@ from graphopt.errors import ConfigError, PlanInfeasible
 from graphopt.loading.microbatch import MicrobatchIds, MicrobatchInfo, Replacement
 from graphopt.schedule.plan import Plan
 
-CORRUPT = (OSError, EOFError, ValueError, RuntimeError, KeyError)
+CORRUPT: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, RuntimeError, KeyError)
+try:
+    from safetensors import SafetensorError  # no ValueError, and what a file that is cut short raises
+except ImportError:
+    pass
+else:
+    CORRUPT = (*CORRUPT, SafetensorError)
 PER_SHAPE = 64  # rows kept per shape when no reserve is given
 TRIES = 8
 

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
 from graphopt.schedule.bench import Shape
 
 
@@ -61,6 +64,15 @@ class MicrobatchInfo:
     def last(self) -> bool:
         """The step's last microbatch on this rank: reduce, then step the optimizer."""
         return self.k == self.K - 1
+
+    def generators(self, seed: int, device: str | torch.device = "cpu") -> list[torch.Generator]:
+        """A random generator per sample, which depends on seed, epoch and sample alone.
+
+        Noise and timesteps drawn from them are the same after a resume and on any number of ranks, so no random state
+        needs saving.
+        """
+        states = (np.random.SeedSequence((seed, self.epoch, row)).generate_state(1, np.uint64) for row in self.samples)
+        return [torch.Generator(device).manual_seed(int(s[0] >> np.uint64(1))) for s in states]
 
     def with_replacements(self, replaced: Iterable[Replacement]) -> MicrobatchInfo:
         """With the rows that were really used."""

@@ -24,15 +24,17 @@ FOREIGN = ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module")
 
 
 def stream(
-    model: nn.Module, device: str | torch.device = "cuda", slots: int = 2, resident: str | int | Sequence[str] = "auto",
-    *, layers: Sequence[str] | None = None, weights: Any = None, link: Link | None = None,
+    model: nn.Module, device: str | torch.device = "cuda", slots: int | str = 2,
+    resident: str | int | Sequence[str] = "auto", *, layers: Sequence[str] | None = None, weights: Any = None,
+    link: Link | None = None,
 ) -> nn.Module:
     """Move the layers' weights of a model to host memory, to be uploaded layer by layer; returns the same model.
 
     Call it before torch.compile and before the optimizer is made.  Everything else moves to `device`.
 
     model: may be on any device, also on meta (then load weights by `load_state_dict`, or pass `weights`).
-    device: where it computes.  slots: layers on the device at once; 2 overlaps upload and compute.
+    device: where it computes.  slots: layers on the device at once; 2 overlaps upload and compute; "auto" begins with 2
+    and takes device memory that the first step left unused, so that layers stay between forward and backward.
     resident: what stays on the device beside everything outside the layers and weights shared between layers: "auto"
     (families of layers that are a small part of the model; on a GPU also the first one or two layers, where they take
     little of its free memory, so that a forward need not wait for the updates of the step before), a number of first
@@ -58,7 +60,8 @@ def stream(
         for entry in layer.entries:
             _move(entry, pool)
     _rest(model, link.device)
-    engine = Engine(store, link, slots, [x for x in planned if x.resident])
+    first = 2 if isinstance(slots, str) else slots
+    engine = Engine(store, link, first, [x for x in planned if x.resident], grows=slots == "auto")
     for layer in planned:
         layer.engine = engine
     for entry in (e for x in engine.resident for e in x.entries):
@@ -97,9 +100,10 @@ def engine_of(model: nn.Module) -> Engine:
     raise StreamError(f"{type(model).__name__} is not streamed", remedy="call graphopt.stream(model) first")
 
 
-def _refuse(model: nn.Module, slots: int) -> None:
-    if not isinstance(slots, int) or slots < 1:
-        raise StreamError(f"slots is {slots!r}", remedy="use a whole number from 1 up; 2 overlaps upload and compute")
+def _refuse(model: nn.Module, slots: int | str) -> None:
+    if slots != "auto" and (not isinstance(slots, int) or slots < 1):
+        raise StreamError(f"slots is {slots!r}",
+                          remedy="use a whole number from 1 up, or 'auto'; 2 overlaps upload and compute")
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if ranks > 1:
         raise StreamError(

@@ -47,7 +47,10 @@ class Ticket:
 class Engine:
     """The runtime of one streamed model on one device."""
 
-    def __init__(self, store: HostStore, link: Link, slots: int, resident: Sequence[HostLayer] = ()) -> None:
+    def __init__(
+        self, store: HostStore, link: Link, slots: int, resident: Sequence[HostLayer] = (), grows: bool = False
+    ) -> None:
+        self.grows = grows  # the ring takes spare memory after the first step
         self.store, self.link, self.resident = store, link, list(resident)
         self.layers = {x.fqn: x for x in (*self.resident, *store.layers)}
         self.ring = Ring(store, link, slots)
@@ -84,6 +87,21 @@ class Engine:
             raise StreamError("slots cannot change between a forward and its backward",
                               remedy="change them after step()")
         self.ring = Ring(self.store, self.link, slots)
+
+    def grow(self) -> None:
+        """Once, after a first step: more slots from memory that the step left unused, so that fewer layers go up again.
+
+        The last layers of a forward stay for the backward.  A quarter of what is spare is left alone.
+        """
+        program = self.program() if self.program else None
+        if not self.grows or program is None or any(self.outstanding.values()):
+            return
+        self.grows = False
+        size = max(x.nbytes for x in self.store.layers)
+        slots = min(len(self.store.layers), len(self.ring.slots) + int(0.75 * self.link.spare()) // size)
+        if slots > len(self.ring.slots):
+            self.set_slots(slots)
+            program.plan()
 
     def prime(self) -> None:
         """Queue the first prefetches of the next forward: called when the updates they wait for are queued."""

@@ -44,6 +44,8 @@ class Gradients:
         self.keep_norms = True
         self._busy: list[Any] = [None] * slabs
         self._turn = 0
+        self._views: dict[tuple[int, Any], list[Any]] = {}
+        self._handles: dict[Entry, torch.Tensor] = {}  # what stands where a gradient would be
         self._stage: torch.Tensor | None = None  # host, pinned: gradients that will be added to a sum
         self._sums: dict[HostLayer, torch.Tensor] = {}
         self.open: dict[HostLayer, dict[Entry, torch.Tensor]] = {}  # sums on the device, more to come: fp32
@@ -109,7 +111,8 @@ class Gradients:
         self._turn = (turn + 1) % len(self.slabs)
         self.link.wait(self._busy[turn])
         entries = [e for e, _ in found]
-        _compat.foreach_copy([e.gradient(slab) for e in entries], [g for _, g in found])
+        views = self._slab_views(layer, turn)
+        _compat.foreach_copy([views[layer.place[e]] for e in entries], [g for _, g in found])
         again = landing.sum is not None or any(e in landing.fresh for e in entries)
         if again:
             landing.norms.clear()
@@ -125,7 +128,16 @@ class Gradients:
             self._busy[turn] = event
         for e in entries:
             if e.handle.grad is None:
-                e.handle.grad = handles.gradient_of(e.handle)
+                if e not in self._handles:
+                    self._handles[e] = handles.gradient_of(e.handle)
+                e.handle.grad = self._handles[e]
+
+    def _slab_views(self, layer: HostLayer, turn: int) -> list[Any]:
+        """Every entry's gradient inside a slab, made once per slab and layout."""
+        key = (turn, layer.key)
+        if key not in self._views:
+            self._views[key] = [e.gradient(self.slabs[turn]) if e.trained else None for e in layer.entries]
+        return self._views[key]
 
     def _download(self, host: torch.Tensor, slab: torch.Tensor, entries: list[Entry], layer: HostLayer) -> Any:
         after, event = self.link.mark(), None

@@ -28,6 +28,10 @@ class Link(Protocol):
         """Off: copies take turns with the kernels, on their stream (to measure what overlap gains)."""
         ...
 
+    def spare(self) -> int:
+        """Bytes of device memory that nobody has needed so far."""
+        ...
+
     def stamp(self) -> Any:
         """A point in time of the compute stream, for a timeline."""
         ...
@@ -76,6 +80,10 @@ class CpuLink:
 
     def overlap(self, on: bool) -> None:
         """See Link.  Nothing overlaps here."""
+
+    def spare(self) -> int:
+        """See Link.  Host memory is not given away for slots."""
+        return 0
 
     def stamp(self) -> Any:
         """See Link."""
@@ -226,6 +234,11 @@ class CudaLink:
                 to.copy_(source, non_blocking=True)
             event.record(stream)
         return event
+
+    def spare(self) -> int:
+        """See Link."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
 
     def stamp(self) -> Any:
         """See Link."""

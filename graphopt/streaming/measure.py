@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from graphopt.codegen.adamw import Hyper, Piece
-from graphopt.schedule.stream_plan import ADAMW_BYTES
+from graphopt.schedule.stream_plan import ADAMW_BYTES, Rates
 from graphopt.streaming import numa, optimizer
 from graphopt.streaming.link import Link, link_for
 from graphopt.streaming.store import Entry, HostLayer, HostStore
@@ -78,7 +79,7 @@ class Bench:
             try:
                 with self.link.thread(), torch.no_grad():
                     i = 0
-                    while time.perf_counter() - start < seconds:
+                    while not done[k] or time.perf_counter() - start < seconds:
                         done[k] += works[k](self.store.layers[i % len(self.store.layers)])
                         i += 1
             except BaseException as error:
@@ -105,6 +106,55 @@ class Bench:
         return {k: v / 1e9 for k, v in found.items()}
 
 
-def host_rates(device: str | torch.device = "cuda", seconds: float = 0.4, **settings: Any) -> dict[str, float]:
+def host_rates(
+    device: str | torch.device = "cuda", seconds: float = 0.4, elements: int | None = None, **settings: Any
+) -> dict[str, float]:
     """GB/s of copies and of the CPU optimizer on this box; takes about 3 GB of host memory.  See Bench.all."""
-    return Bench(link_for(torch.device(device)), **settings).all(seconds)
+    return Bench(link_for(torch.device(device)), elements or ELEMENTS, **settings).all(seconds)
+
+
+def rates(device: str | torch.device = "cuda", seconds: float = 0.4) -> Rates:
+    """The rates of this box for `stream_plan(model, tokens, rates=...)`; a few seconds, about 3 GB of host memory.
+
+    Copies and the optimizer alone; on a GPU also bf16 products, attention forward and backward, and device memory.
+    """
+    target = torch.device(device)
+    found = host_rates(target, seconds)
+    host = Rates(h2d=1e9 * found["h2d"], d2h=1e9 * found["d2h"], adamw=1e9 * found["adamw"],
+                 origin=f"measured here on {target}")
+    if target.type != "cuda":
+        return host
+    device_rates = _device_rates(target)
+    return replace(host, matmul=device_rates["matmul"], attention=device_rates["attention"],
+                   attention_backward=device_rates["attention_backward"], memory=device_rates["memory"])
+
+
+def _device_rates(device: torch.device) -> dict[str, float]:
+    n, heads, tokens, width = 8192, 12, 16384, 128
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(1, heads, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    scores = 4.0 * tokens * tokens * heads * width
+    out = attend(q, q, q)
+    copied = torch.empty(1 << 30, device=device, dtype=torch.uint8)
+    other = torch.empty_like(copied)
+    grad = torch.ones_like(out)
+    with torch.no_grad():
+        found = {"matmul": 2.0 * n**3 / _seconds(lambda: a @ b, device),
+                 "attention": scores / _seconds(lambda: attend(q, q, q), device),
+                 "memory": 2.0 * copied.nbytes / _seconds(lambda: other.copy_(copied), device)}
+    backward = _seconds(lambda: torch.autograd.grad(out, q, grad, retain_graph=True), device)
+    return {**found, "attention_backward": 2.5 * scores / backward}
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """The best of a few runs, on the device's clock."""
+    best = float("inf")
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(device))
+        work()
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3)
+    return best

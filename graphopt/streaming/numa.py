@@ -52,6 +52,17 @@ def cpus_near(node: int | None) -> list[int]:
     return sorted(near or mine)
 
 
+def pool_cpus(device: torch.device) -> list[int]:
+    """The CPUs of the optimizer's threads: those near a device but for the first few.
+
+    These stay for the threads that launch kernels and queue copies: an optimizer thread that shares its CPU with one
+    of them holds up its whole team.
+    """
+    near = cpus_near(node_of(device))
+    spared = 4 if len(near) >= 16 else 2 if len(near) > 2 else 0
+    return near[spared:]
+
+
 def prefer(address: int, nbytes: int, node: int | None) -> None:
     """Ask that untouched pages come from a node; memory stays where the kernel puts it if it refuses (one warning)."""
     number = MBIND.get(platform.machine())

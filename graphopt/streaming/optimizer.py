@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.codegen import adamw_cpp
 from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import ConfigError, StreamError
@@ -48,15 +49,16 @@ class HostAdamW(torch.optim.Optimizer):
     accumulate: backward passes per step (needed by the last two; the first takes any number).
     ema: decay of a moving average of the weights, kept in fp32 beside them, or None.
     kernel: "auto" (compiled C++ where a compiler is found), "torch" (bitwise torch.optim.AdamW) or "cpp".
+    threads: of the compiled kernel; default: the CPUs near the GPU but for those that launch and copy.
     Raises ConfigError for bad values, StreamError where the model cannot be updated as asked.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.01, *, update: str = "deferred", accumulate: int = 1, ema: float | None = None,
-        kernel: str = "auto",
+        kernel: str = "auto", threads: int | None = None,
     ) -> None:
-        _validate(lr, betas, eps, weight_decay, update, accumulate, ema, kernel)
+        _validate(lr, betas, eps, weight_decay, update, accumulate, ema, kernel, threads)
         self.update, self.accumulate, self.ema = update, accumulate, ema
         self._ready = False
         super().__init__(params, dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay))
@@ -79,7 +81,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.states = {x: State(x, self.store, ema is not None) for x in self._layers}
         self.resident = ResidentState(ema)
         self.updates = Updates(self.store, self.engine.link, self.states,
-                               kernel_of(kernel, self.engine.link))
+                               kernel_of(kernel, self.engine.link, threads))
         self._scale: Clip | None = None
         self._planned: dict[HostLayer, dict[Entry, Hyper]] = {}
         self._snapshot: list[tuple[Any, ...]] | None = None
@@ -107,10 +109,13 @@ class HostAdamW(torch.optim.Optimizer):
                               remedy="pass all groups when it is made")
         self._group_of = {}
 
-    def _hyper(self, p: torch.nn.Parameter, step: int, scale: torch.Tensor | None = None) -> Hyper:
+    def _group(self, p: torch.nn.Parameter) -> dict[str, Any]:
         if not self._group_of:
             self._group_of = {id(q): g for g in self.param_groups for q in g["params"]}
-        g = self._group_of[id(p)]
+        return self._group_of[id(p)]
+
+    def _hyper(self, p: torch.nn.Parameter, step: int, scale: torch.Tensor | None = None) -> Hyper:
+        g = self._group(p)
         beta1, beta2 = g["betas"]
         return Hyper(float(g["lr"]), beta1, beta2, g["eps"], g["weight_decay"], step, scale, self.ema)
 
@@ -133,25 +138,38 @@ class HostAdamW(torch.optim.Optimizer):
         elif self.update == "in_backward":
             self.updates.drain()
         with torch.no_grad():
-            for p in self._parameters():
-                if handles.entry_of(p) is None and p.grad is not None:
-                    # an fp32 gradient was clipped where it is
-                    scale = None if clip is None or p.grad.dtype == torch.float32 else clip.coefficient
-                    self.resident.update(p, self._hyper(p, self.resident.steps(p) + 1, scale))
-                    entry = handles.member_of(p)
-                    if entry is not None:
-                        entry.layer.target += 1
+            self._update_resident(clip)
         self._scale, self._snapshot = None, None
         self._updated.clear()
         self._rounds = dict.fromkeys(self._layers, 0)
+        self.engine.grow()
         self.engine.prime()
         return loss
+
+    def _update_resident(self, clip: Clip | None) -> None:
+        work = []
+        for p in self._parameters():
+            if handles.entry_of(p) is None and p.grad is not None:
+                # an fp32 gradient was clipped where it is
+                scale = None if clip is None or p.grad.dtype == torch.float32 else clip.coefficient
+                work.append((p, self._hyper(p, self.resident.steps(p) + 1, scale)))
+                entry = handles.member_of(p)
+                if entry is not None:
+                    entry.layer.target += 1
+        self.resident.update(work)
 
     def _submit(self, layer: HostLayer, clip: Clip | None) -> None:
         gradients = self.engine.gradients
         landing = gradients.take(layer)
         steps = self.states[layer].steps
-        hypers = {e: self._hyper(e.handle, steps[e] + 1) for e in landing.fresh if e in self._mine}
+        made: dict[tuple[int, int], Hyper] = {}
+        hypers = {}
+        for e in landing.fresh:
+            if e in self._mine:
+                key = id(self._group(e.handle)), steps[e]
+                if key not in made:
+                    made[key] = self._hyper(e.handle, steps[e] + 1)
+                hypers[e] = made[key]
         self.updates.submit(Job(
             layer, hypers, list(landing.events), lambda e: gradients.read(landing, e),
             None if landing.sum is not None else layer.slab, (lambda: None) if clip is None else clip.read))
@@ -211,12 +229,13 @@ class HostAdamW(torch.optim.Optimizer):
         self.updates.drain()
         norms = []
         device = self.engine.link.device
+        here = [p for p in self._parameters() if handles.entry_of(p) is None and p.grad is not None]
+        resident = dict(zip(map(id, here), _compat.foreach_norm([p.grad for p in here]) if here else ()))
         for p in self._parameters():
             entry = handles.entry_of(p)
-            if entry is None:
-                if p.grad is not None:
-                    norms.append(torch.linalg.vector_norm(p.grad, dtype=torch.float32).to(device))
-            elif entry.trained:
+            if id(p) in resident:
+                norms.append(resident[id(p)].to(device))
+            elif entry is not None and entry.trained:
                 landing = self.engine.gradients.landings[entry.layer]
                 if entry in landing.fresh:
                     norms.append(self.engine.gradients.norm(landing, entry).to(device))
@@ -288,15 +307,15 @@ class HostAdamW(torch.optim.Optimizer):
         state.load_optimizer_state(self, state_dict)
 
 
-def kernel_of(name: str, link: Link) -> Callable[[Sequence[Piece]], None]:
+def kernel_of(name: str, link: Link, threads: int | None = None) -> Callable[[Sequence[Piece]], None]:
     """The optimizer's kernel: "torch", "cpp", or "auto" (compiled where a compiler is found)."""
-    # two cores stay for the thread that launches kernels and the one that copies
-    threads = max(1, len(numa.cpus_near(numa.node_of(link.device))) - 2)
+    threads = threads or len(numa.pool_cpus(link.device))
     return update_all if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
 
 
 def _validate(
-    lr: Any, betas: Any, eps: Any, weight_decay: Any, update: str, accumulate: int, ema: Any, kernel: str
+    lr: Any, betas: Any, eps: Any, weight_decay: Any, update: str, accumulate: int, ema: Any, kernel: str,
+    threads: Any,
 ) -> None:
     checks = [
         (isinstance(lr, torch.Tensor) or lr >= 0, f"lr is {lr}", "use a number of at least 0"),
@@ -307,6 +326,8 @@ def _validate(
         (isinstance(accumulate, int) and accumulate >= 1, f"accumulate is {accumulate!r}",
          "use a whole number from 1 up"),
         (ema is None or 0 < ema < 1, f"ema is {ema!r}", "use a decay between 0 and 1, or None"),
+        (threads is None or (isinstance(threads, int) and threads >= 1), f"threads is {threads!r}",
+         "use a whole number from 1 up, or None"),
         (kernel in ("auto", "torch", "cpp"), f"kernel is {kernel!r}", "use 'auto', 'torch' or 'cpp'"),
     ]
     for fine, what, remedy in checks:

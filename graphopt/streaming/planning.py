@@ -25,12 +25,14 @@ STEPS = 4  # simulated; the last one is in a steady state
 class StreamPlan:
     """What `stream_plan` found.  Bytes are exact for the host store and the ring; times are predicted.
 
-    host, device: bytes by part.  uploaded, downloaded: bytes per step.  bound: the least time of each resource.
-    step_s: a step of the simulated schedule, in a steady state.
+    host, device: bytes by part.  activations: on the device at the start of a backward: the inputs that layers keep,
+    and what one layer holds (an estimate).  uploaded, downloaded: bytes per step.  bound: the least time of each
+    resource.  step_s: a step of the simulated schedule, in a steady state.
     """
 
     layers: int
     resident: int
+    activations: dict[str, int]
     classes: dict[str, int]
     host: dict[str, int]
     device: dict[str, int]
@@ -58,6 +60,11 @@ class StreamPlan:
         """Weights, slots and slabs; not the activations."""
         return sum(self.device.values())
 
+    @property
+    def peak_bytes(self) -> int:
+        """The device's at the start of a backward, estimated; gradients of resident parameters come later."""
+        return self.device_bytes - self.device["resident gradients"] + sum(self.activations.values())
+
     def __str__(self) -> str:
         gb = lambda parts: ", ".join(f"{k} {v / 1e9:.2f}" for k, v in parts.items())  # noqa: E731
         ms = lambda parts: ", ".join(f"{k} {1e3 * v:.0f}" for k, v in parts.items())  # noqa: E731
@@ -66,6 +73,7 @@ class StreamPlan:
             f"{self.slots} slots, update={self.update!r}, {self.tokens} tokens",
             f"host    {self.host_bytes / 1e9:.2f} GB: {gb(self.host)}",
             f"device  {self.device_bytes / 1e9:.2f} GB without activations: {gb(self.device)}",
+            f"        about {self.peak_bytes / 1e9:.2f} GB at the peak: {gb(self.activations)}",
             f"moved   {self.uploaded / 1e9:.2f} GB up, {self.downloaded / 1e9:.2f} GB down a step",
             f"ms      forward: {ms(self.bound.forward)}; backward: {ms(self.bound.backward)}; "
             f"step: {ms(self.bound.step)}",
@@ -79,14 +87,15 @@ class StreamPlan:
 def stream_plan(
     model: nn.Module, tokens: int, *, slots: int = 2, resident: Any = "auto", update: str = "deferred",
     ema: float | None = None, accumulate: int = 1, rates: costs.Rates | None = None, layers: Any = None,
-    order: Sequence[str] | None = None, micro: int = 1,
+    order: Sequence[str] | None = None, micro: int = 1, sequence: int | None = None,
 ) -> StreamPlan:
     """Plan the streaming of a model (which may be on meta, and may be streamed already).
 
     tokens: of one step, batch times sequence.  slots, resident, layers: as for graphopt.stream; update, ema,
     accumulate: as for HostAdamW.  rates: measured ones of your machine (graphopt.schedule.stream_plan.Rates).
     order: names of layers as the forward calls them (default: each once, as they stand in the model).  micro:
-    micro-batches that go through the layers together (graphopt.layer_major); tokens are those of all.
+    micro-batches that go through the layers together (graphopt.layer_major); tokens are those of all.  sequence: tokens
+    that attend to each other (default: those of one micro-batch).
     Raises StreamError where the model cannot be streamed, ConfigError for bad values.
     """
     if update not in MODES or tokens < 1 or slots < 1 or micro < 1:
@@ -101,16 +110,17 @@ def stream_plan(
         raise ConfigError(f"stream_plan: order names {unknown[0]!r}, which is no layer of the plan",
                           remedy=f"layers are {', '.join(list(named)[:4])}, ..")
     used = [named[n] for n in order] if order else everything
-    cost = {x.fqn: costs.LayerCost(x.fqn, 0, 0, 0, _forward_s(x, tokens // micro or 1, rates)) if x.resident else
-            costs.LayerCost(x.fqn, x.nbytes, x.grad_bytes, _adamw_bytes(x), _forward_s(x, tokens // micro or 1, rates))
-            for x in everything}
-    calls = [stream_graph.Call(x.fqn, bool(x.grad_bytes), resident=x.resident) for x in used for _ in range(micro)]
+    each = max(1, tokens // micro)
+    cost = {x.fqn: _cost(x, each, sequence or each, rates) for x in everything}
+    calls = [stream_graph.Call(x.fqn, bool(x.grad_bytes), resident=x.resident, gathered=k > 0)
+             for x in used for k in range(micro)]
     schedule = stream_graph.build(calls, slots, update, STEPS)
     line, uploaded, downloaded = _simulate(schedule, cost, rates)
     order_of_costs = _once(used, cost, micro)
     return StreamPlan(
         layers=len(plan), resident=len(everything) - len(plan),
         classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
+        activations=_activations(used, tokens, micro),
         host=_host(plan, ema, accumulate), device=_device(model, plan, slots, ema), uploaded=uploaded,
         downloaded=downloaded, bound=costs.bound(order_of_costs, rates, slots, update), step_s=_steady(schedule, line),
         update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order_of_costs, rates),
@@ -125,8 +135,8 @@ def _once(used: list[HostLayer], cost: dict[str, costs.LayerCost], micro: int) -
     for i, x in enumerate(used):
         c = cost[x.fqn]
         first = all(y is not x for y in used[:i])
-        found.append(replace(c, forward_s=micro * c.forward_s) if first else
-                     costs.LayerCost(c.name, c.weight_bytes, 0, 0, micro * c.forward_s))
+        c = replace(c, forward_s=micro * c.forward_s, backward_s=micro * c.backward_s)
+        found.append(c if first else replace(c, grad_bytes=0, adamw_bytes=0))
     return found
 
 
@@ -142,14 +152,15 @@ def _adamw_bytes(layer: HostLayer) -> int:
                for e in layer.trained)
 
 
-def _forward_s(layer: HostLayer, tokens: int, rates: costs.Rates) -> float:
-    """Products of the layer's matrices with every token, and self-attention over all of them."""
+def _cost(layer: HostLayer, tokens: int, sequence: int, rates: costs.Rates) -> costs.LayerCost:
     matrices = [e for e in layer.entries if len(e.shape) >= 2]
-    if not matrices:
-        return 0.0
-    products = 2 * sum(e.numel for e in matrices) * tokens
-    width = Counter(e.shape[-1] for e in matrices).most_common(1)[0][0]
-    return products / rates.matmul + 4 * tokens * tokens * width / rates.attention
+    forward = backward = 0.0
+    if matrices:
+        products = sum(e.numel for e in matrices)
+        forward, backward = costs.layer_seconds(products, _width(layer)[0], tokens, sequence, rates)
+    if layer.resident:
+        return costs.LayerCost(layer.fqn, 0, 0, 0, forward, backward)
+    return costs.LayerCost(layer.fqn, layer.nbytes, layer.grad_bytes, _adamw_bytes(layer), forward, backward)
 
 
 def _simulate(
@@ -163,7 +174,7 @@ def _simulate(
     def seconds(node: fx.Node) -> float:
         x = of[str(node.kwargs["layer"])]
         if node.target is stream_graph.compute:
-            return x.forward_s * (1 if node.kwargs["phase"] == "forward" else 3)
+            return x.forward_s if node.kwargs["phase"] == "forward" else x.backward_s
         if node.target is stream_graph.optimizer:
             return x.adamw_bytes / rates.adamw
         rate = rates.h2d if node.target is stream_graph.prefetch else rates.d2h
@@ -195,6 +206,24 @@ def _host(plan: list[HostLayer], ema: float | None, accumulate: int) -> dict[str
     return parts
 
 
+def _activations(used: list[HostLayer], tokens: int, micro: int) -> dict[str, int]:
+    widest = 0
+    kept = 0
+    for x in used:
+        width, size = _width(x)
+        kept += tokens * width * size
+        widest = max(widest, width * size)
+    return {"inputs of layers": kept, "one layer": costs.HELD_UNITS * max(1, tokens // micro) * widest}
+
+
+def _width(layer: HostLayer) -> tuple[int, int]:
+    """The length of a token's vector in a layer, and bytes per element."""
+    matrices = [e for e in layer.entries if len(e.shape) >= 2]
+    if not matrices:
+        return 0, 0
+    return Counter(e.shape[-1] for e in matrices).most_common(1)[0][0], matrices[0].dtype.itemsize
+
+
 def _device(model: nn.Module, plan: list[HostLayer], slots: int, ema: float | None) -> dict[str, int]:
     mine = {id(e.handle) for x in plan for e in x.entries}
     rest = [p for p in model.parameters() if id(p) not in mine]
@@ -206,7 +235,7 @@ def _device(model: nn.Module, plan: list[HostLayer], slots: int, ema: float | No
     return {
         "slots": slots * max(x.nbytes for x in plan), "slabs": 2 * max(x.grad_bytes for x in plan),
         "resident weights": sum(p.numel() * p.element_size() for p in rest),
-        "resident gradients and state": sum(p.numel() * p.element_size() for p in rest if p.requires_grad)
-        + 8 * trained + 2 * split + (4 * trained if ema is not None else 0),
+        "resident gradients": sum(p.numel() * p.element_size() for p in rest if p.requires_grad),
+        "resident state": 8 * trained + 2 * split + (4 * trained if ema is not None else 0),
         "handles": sum(pool.values()),
     }

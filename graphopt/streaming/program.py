@@ -84,8 +84,8 @@ class Program:
     def make_schedule(self, micro: int) -> tuple[fx.Graph, tuple[list[Any], list[Any]]]:
         """The schedule of so many micro-batches, layer-major, and its two phases."""
         planned = [stream_graph.Call(c.layer.fqn, any(e.trained for e in c.entries), c.train is not None,
-                                     c.layer.resident)
-                   for c in self.calls for _ in range(micro)]
+                                     c.layer.resident, gathered=k > 0)
+                   for c in self.calls for k in range(micro)]
         optimizer = self.engine.optimizer() if self.engine.optimizer else None
         settings: dict[str, Any] = {"slots": len(self.engine.ring.slots), "train": any(c.backward for c in planned),
                                     "update": "deferred" if optimizer is None else optimizer.update}

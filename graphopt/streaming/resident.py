@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from graphopt.codegen.adamw import Hyper, split, update_
+from graphopt.codegen.adamw import Hyper, Piece, split, update_all
 from graphopt.errors import StreamError
 
 
@@ -40,17 +42,22 @@ class ResidentState:
             self.of[p] = state
         return self.of[p]
 
-    def update(self, p: torch.nn.Parameter, hyper: Hyper) -> None:
-        """One update from `p.grad`."""
-        state = self.get(p)
-        assert p.grad is not None
-        grad = p.grad
-        if grad.stride() != p.stride():
-            grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-        flat = [None if t is None else _flat(t) for t in (
-            p.detach(), state.get("residual"), grad, state["exp_avg"], state["exp_avg_sq"], state.get("ema"))]
-        update_(flat[0], flat[1], flat[2], flat[3], flat[4], hyper, flat[5])  # type: ignore[arg-type]
-        state["step"] = hyper.step
+    def update(self, parameters: Sequence[tuple[torch.nn.Parameter, Hyper]]) -> None:
+        """One update of each parameter from its `.grad`; on a GPU a few launches for all of them."""
+        pieces: dict[torch.device, list[Piece]] = {}
+        for p, hyper in parameters:
+            state = self.get(p)
+            assert p.grad is not None
+            grad = p.grad
+            if grad.stride() != p.stride():
+                grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+            residual, average = state.get("residual"), state.get("ema")
+            pieces.setdefault(p.device, []).append(Piece(
+                _flat(p.detach()), None if residual is None else _flat(residual), _flat(grad), _flat(state["exp_avg"]),
+                _flat(state["exp_avg_sq"]), hyper, None if average is None else _flat(average)))
+            state["step"] = hyper.step
+        for device, found in pieces.items():
+            kernel_of(device)(found)
 
     def load_master(self, p: torch.nn.Parameter, master: torch.Tensor) -> None:
         """Set a bf16 parameter and its residual from an fp32 value."""
@@ -58,6 +65,15 @@ class ResidentState:
         with torch.no_grad():
             p.copy_(high)
         self.get(p)["residual"].copy_(rest)
+
+
+def kernel_of(device: torch.device) -> Callable[[Sequence[Piece]], None]:
+    """What updates parameters on a device: a Triton kernel on a GPU (if Triton is installed), else torch operators."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return update_all
+    from graphopt.codegen import adamw_triton
+
+    return adamw_triton.update_all
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,7 @@ class HostLayer:
                 e.grad_byte, grad = grad, grad + size * e.dtype.itemsize
                 e.element, element = element, element + size
         self.nbytes, self.grad_bytes, self.elements = at, grad, element
+        self.place = {e: i for i, e in enumerate(entries)}
         self.key = (fqn.rsplit(".", 1)[0], tuple(e.key for e in entries))
         self.weights: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self.slab: torch.Tensor | None = None

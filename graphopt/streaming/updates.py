@@ -52,9 +52,9 @@ class State:
         first = 0
         for i, entry in enumerate(order):
             after = order[i + 1] if i + 1 < len(order) else None
-            if after is not None and after.dtype == entry.dtype and hypers[after] == hypers[entry] and (
-                after.element == padded(entry.element + entry.numel)
-            ):
+            if after is not None and after.dtype == entry.dtype and (
+                hypers[after] is hypers[entry] or hypers[after] == hypers[entry]
+            ) and after.element == padded(entry.element + entry.numel):
                 continue
             a, n = order[first], entry.element + entry.numel - order[first].element
             size = a.dtype.itemsize
@@ -100,7 +100,7 @@ class Updates:
         self._changed = threading.Condition()
         self._busy = 0
         self.worked = 0.0  # seconds spent in the kernel
-        cpus = numa.cpus_near(node) if (node := numa.node_of(link.device)) is not None else None
+        cpus = numa.pool_cpus(link.device) if link.device.type == "cuda" else None
         thread = threading.Thread(target=_loop, args=(weakref.ref(self), self._changed, cpus),
                                   name="graphopt-adamw", daemon=True)
         thread.start()

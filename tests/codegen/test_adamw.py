@@ -106,6 +106,18 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
+def test_the_instruction_set_is_that_of_the_machine(tmp_path, monkeypatch) -> None:
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(adamw_cpp, "CPUINFO", info)
+    for flags, want in (("fpu avx2 avx512f avx512bw avx512dq avx512vl", "avx512"), ("fpu avx2 avx512f", "avx2"), ("fpu sse2", "portable")):
+        info.write_text(f"processor : 0\nflags\t\t: {flags}\n")
+        assert adamw_cpp.instruction_set() == want
+    info.write_text("processor : 0\nFeatures : asimd\n")
+    assert adamw_cpp.instruction_set() == "portable"
+    info.unlink()
+    assert adamw_cpp.instruction_set() == "portable"
+
+
 def test_settings_are_run_time_numbers(compiled) -> None:
     w, m, v = torch.ones(4), torch.zeros(4), torch.zeros(4)
     compiled(w, None, torch.full((4,), 0.5), m, v, Hyper(1e-2, 0.9, 0.999, 1e-8, 0.0, 1))
@@ -113,7 +125,7 @@ def test_settings_are_run_time_numbers(compiled) -> None:
 
 
 def test_without_a_compiler_the_torch_kernel_runs(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setenv("GRAPHOPT_CACHE", str(tmp_path))
+    monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(CodegenError, match="failed on the AdamW kernel"):
         adamw_cpp.load(1)
@@ -125,7 +137,7 @@ def test_without_a_compiler_the_torch_kernel_runs(tmp_path, monkeypatch, caplog)
 
 def test_two_processes_may_compile_at_once(tmp_path) -> None:
     code = "from graphopt.codegen import adamw_cpp; adamw_cpp.load(1); print('fine')"
-    env = {**os.environ, "GRAPHOPT_CACHE": str(tmp_path)}
+    env = {**os.environ, "GRAPHOPT_CACHE_DIR": str(tmp_path)}
     runs = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [r.communicate()[0].strip() for r in runs] == ["fine", "fine"]
     assert len(list(tmp_path.glob("*.so"))) == 1

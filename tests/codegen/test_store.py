@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_nothing_half_written(folder, monkeypatch, caplog) ->
 
 
 def test_no_disk_at_all(folder, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(store, "_temporary_folder", lambda: tmp_path / "temporary")
+    monkeypatch.setattr(store, "temporary_folder", lambda: tmp_path / "temporary")
     Full(monkeypatch, str(tmp_path))
     with pytest.raises(CodegenError, match="No space left.*\n.*GRAPHOPT_CACHE_DIR"):
         store.write("k", "VALUE = 10\n")

@@ -348,6 +348,23 @@ def test_wrapped_tensors_and_operators() -> None:
     assert isinstance(torch.ops.higher_order.cond, _compat.HigherOrderOperator)
 
 
+def test_a_backward_has_a_number_and_an_end() -> None:
+    from graphopt import _compat_capture
+
+    seen: list[object] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(_compat_capture.backward_id()))
+    y.register_hook(lambda g: _compat_capture.after_backward(lambda: seen.append(x.grad is not None)))
+    assert _compat_capture.backward_id() == -1
+    y.sum().backward(retain_graph=True)
+    assert len(seen) == 2
+    assert seen[0] >= 0
+    assert seen[1] is True, "called before the gradients were there"
+    y.sum().backward()
+    assert seen[2] != seen[0]
+
+
 def test_functional_kernel_calls_name_their_kernel_and_arguments() -> None:
     triton = pytest.importorskip("triton")
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional

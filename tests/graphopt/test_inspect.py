@@ -86,7 +86,7 @@ def test_traffic_of_a_chain_worked_out_by_hand() -> None:
 
 
 def test_graphs_by_name(wan) -> None:
-    assert wan.passes == ["canonicalize", "norm_rotate", "adaln"]
+    assert wan.passes == ["canonicalize", "adaln"]
     assert len(wan.graph("adaln").graph.nodes) == len(wan.graph("after").graph.nodes)
     assert len(wan.graph("before").graph.nodes) > len(wan.graph("after").graph.nodes)
     with pytest.raises(ConfigError, match="did you mean 'before'"):
@@ -157,7 +157,7 @@ def test_json_is_versioned_and_stable() -> None:
     first, second = timeless(run()), timeless(run())
     assert first == second
     assert first["version"] == 1
-    assert list(first["graphs"][0]["nodes"]) == ["before", "canonicalize", "norm_rotate", "adaln"]
+    assert list(first["graphs"][0]["nodes"]) == ["before", "canonicalize", "adaln"]
     assert first["graphs"][0]["passes"][-1]["sites"][0]["fqn"] == "blocks.0"
 
 

@@ -10,8 +10,9 @@ from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
 
 import graphopt
-from graphopt.codegen.adamw import Hyper, update_
+from graphopt.codegen.adamw import Hyper, Piece
 from graphopt.streaming.link import CudaLink
+from graphopt.streaming.resident import kernel_of
 
 ADAM = dict(lr=1e-2, weight_decay=0.1)
 
@@ -46,9 +47,10 @@ class Reference:
             q.grad = None if p.grad is None else p.grad.cpu()
         self.opt.step()
         flat = lambda t: t.detach().view(-1)
-        for p, m, v in self.rest:
-            if p.grad is not None:
-                update_(flat(p), None, flat(p.grad.contiguous()), flat(m), flat(v), Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, self.steps))
+        hyper = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, self.steps)
+        pieces = [Piece(flat(p), None, flat(p.grad.contiguous()), flat(m), flat(v), hyper) for p, m, v in self.rest if p.grad is not None]
+        if pieces:
+            kernel_of(pieces[0].weight.device)(pieces)
         for p, q in self.pairs:
             p.data.copy_(q)
             if self.average:

@@ -73,6 +73,21 @@ def test_resident_layers_have_no_slot(stay, slots, update) -> None:
     assert next(n.kwargs["call"] for n in second if n.target is g.compute) == 6
 
 
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_micro_batches_layer_by_layer(slots, update) -> None:
+    order = [g.Call(f"blocks.{i}", i != 3, resident=i == 0, gathered=k > 0) for i in range(5) for k in range(3)]
+    graph = g.build(order, slots, update, steps=2)
+    stream_check.check(graph)
+    rng = random.Random(slots)
+    for _ in range(10):
+        assert stream_sim.simulate(g.tasks(graph, lambda n: rng.choice((0.0, 0.1, 1.0, 7.0)), lambda n: 0)).overlaps() == []
+    alone = g.build([g.Call(f"blocks.{i}", i != 3, resident=i == 0) for i in range(5)], slots, update, steps=2)
+    for target in (g.prefetch, g.grad_offload, g.optimizer):
+        assert [n.kwargs["layer"] for n in nodes(graph, target)] == [n.kwargs["layer"] for n in nodes(alone, target)]
+    assert len(nodes(graph, g.compute)) == 3 * len(nodes(alone, g.compute))
+
+
 def test_forward_only() -> None:
     graph = g.build(calls(range(4)), 2, train=False, steps=2)
     stream_check.check(graph)

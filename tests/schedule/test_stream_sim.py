@@ -28,6 +28,16 @@ def test_the_pool_takes_the_earliest_that_may_start() -> None:
     assert line.start["third"] == 6.0
 
 
+def test_the_pool_takes_the_lowest_rank_that_may_start() -> None:
+    line = simulate([
+        Task("c", "compute", 1.0), Task("high", "cpu", 2.0, ("c",), rank=7), Task("low", "cpu", 2.0, ("c",), rank=1),
+        Task("d", "compute", 1.5, ("c",)), Task("lowest", "cpu", 1.0, ("d",), rank=0),
+    ])
+    assert line.start["low"] == 1.0
+    assert line.start["lowest"] == 3.0
+    assert line.start["high"] == 4.0
+
+
 def test_overlaps_and_circles() -> None:
     line = simulate([Task("w", "upload", 2.0, writes=("s",)), Task("r", "compute", 1.0, reads=("s",))])
     assert line.overlaps() == [("w", "r", "s")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 import graphopt
 from graphopt.errors import StreamError, unwrap
-from graphopt.streaming import memory
+from graphopt.streaming import attach, memory
 
 
 def untouched(model, before):
@@ -62,9 +63,35 @@ def test_what_has_no_layers() -> None:
     refused(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "no layers to stream")
 
 
-def test_other_offload_systems(model) -> None:
-    model.blocks[1]._hf_hook = object()
+@pytest.mark.parametrize("mark", ["_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module"])
+def test_other_offload_systems(model, mark) -> None:
+    setattr(model.blocks[1], mark, object())
     refused(model, "another system")
+
+
+def test_accelerates_hooks_are_seen(model) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(StreamError, match="another system"):
+        graphopt.stream(model, "cpu")
+
+
+def test_weights_are_given_back_as_they_move() -> None:
+    """A model on the host never exists twice: each parameter's memory is free before the next one is copied."""
+    model = TinyDiT(layers=6, D=32)
+    storages = {n: weakref.ref(p.untyped_storage()) for n, p in model.named_parameters() if n.startswith("blocks")}
+    alive = []
+    move = attach._move
+
+    def watched(entry, pool):
+        move(entry, pool)
+        alive.append(sum(s() is not None for s in storages.values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attach, "_move", watched)
+        graphopt.stream(model, "cpu", resident=[])
+    assert len(alive) == len(storages)
+    assert alive == list(range(len(storages) - 1, -1, -1))
 
 
 def test_fp16_training(model) -> None:

@@ -41,6 +41,18 @@ def test_bytes_are_those_of_a_run(slots: int, update: str) -> None:
     assert (again.host, again.device, again.uploaded) == (plan.host, plan.device, plan.uploaded)
 
 
+def test_activations() -> None:
+    model = TinyDiT(layers=6, D=64).bfloat16()
+    one = graphopt.stream_plan(model, tokens=1000, resident=1)
+    assert one.activations["inputs of layers"] == 6 * 1000 * 64 * 2
+    more = graphopt.stream_plan(model, tokens=1000, resident=1, micro=4)
+    assert more.activations["inputs of layers"] == one.activations["inputs of layers"]
+    assert more.activations["one layer"] * 4 == one.activations["one layer"]
+    assert more.uploaded == one.uploaded, "micro-batches cross the link together"
+    assert more.downloaded == one.downloaded, "and their gradients come down together"
+    assert one.peak_bytes > one.device_bytes - one.device["resident gradients"]
+
+
 def test_times() -> None:
     model = TinyDiT(layers=8, D=64)
     rates = Rates(h2d=1e9, d2h=1e9, adamw=1e9, matmul=1e12, attention=1e12)

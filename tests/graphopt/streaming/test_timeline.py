@@ -23,6 +23,7 @@ def test_a_real_step(late, tmp_path) -> None:
     opt = graphopt.HostAdamW(model.parameters(), update="priority")
     step = torch.compile(model, backend="graphopt", options=OPTIONS)
     train(step, opt, inputs(), steps=1)
+    opt.flush()
     ring = attach.engine_of(model).ring
     before = ring.uploads
     with graphopt.stream_timeline(model) as line:

@@ -97,6 +97,27 @@ def test_resident_layers_run_like_streamed_ones(resident, update) -> None:
     assert engine.ring.misses == 0
 
 
+def test_the_ring_grows_into_spare_memory() -> None:
+    a, b, x = both(layers=7)
+    want, _ = reference(a, x)
+    link = LateLink(3)
+    graphopt.stream(b, "cpu", slots="auto", resident=[], link=link)
+    opt = graphopt.HostAdamW(b.parameters(), **ADAM, kernel="torch")
+    engine = attach.engine_of(b)
+    link.spare = lambda: 4 * engine.store.layers[0].nbytes
+    step = torch.compile(b, backend="graphopt", options=OPTIONS)
+    got, seen = [], []
+    for i in range(5):
+        before = engine.ring.uploads
+        got += train(step, opt, x, steps=1, start=i)
+        seen.append((len(engine.ring.slots), engine.ring.uploads - before))
+    assert got == want
+    assert differing(b.state_dict(), a.state_dict()) == {}
+    assert [n for n, _ in seen] == [5] * 5, "two, and three quarters of the room for four"
+    assert engine.ring.misses == 0
+    assert seen[-1][1] == 2 * 7 - 5
+
+
 def test_clipped_by_the_global_norm() -> None:
     a, b, x = both()
     want, _ = reference(a, x, clip=0.05)

@@ -1,0 +1,118 @@
+"""One training step of Wan 1.3B's shape with sliding self-attention, against the dense model.
+
+    python benchmarks/dsa_step.py [--layers 4] [--grids 21x30x52,21x45x80] [--window 3x7x7] [--whole] [--out FOLDER]
+
+Systems: eager, inductor, graphopt (all dense), graphopt_dsa (every layer converted, offsets of about +-(1, 2, 2)
+tokens), graphopt_window (converted with zero offsets, no parameters).  A row: forward_ms (no_grad), step_ms (forward +
+backward), peak_gib of a step, grad_norm, ratio (step_ms over that of graphopt dense in the same run).  Blocks are
+compiled one by one, which takes a quarter of the time; --whole compiles the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import step as dense_step
+import torch
+from _results import copy_tb_per_s, save
+from triton.testing import do_bench
+
+import graphopt
+
+SYSTEMS = ("graphopt", "graphopt_dsa", "graphopt_window", "inductor", "eager")
+
+
+def converted(model: torch.nn.Module, system: str, window: tuple[int, int, int]) -> graphopt.dsa.Handle:
+    """The model with sliding attention in every layer; heads get offsets that differ from head to head and place."""
+    offsets = "head" if system == "graphopt_dsa" else "zero"
+    config = graphopt.dsa.DSAConfig(window=window, offsets=offsets)
+    handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
+    torch.manual_seed(2)
+    for head in handle.layers.values():
+        if offsets == "head":
+            reach = torch.tensor([1.0, 2.0, 2.0], device="cuda").repeat(head.groups)
+            head.out_bias.data = (torch.rand_like(head.out_bias) * 2 - 1) * reach
+            torch.nn.init.normal_(head.out_weight, std=0.2 * head.channels**-0.5)
+    return handle
+
+
+def compiled(model: torch.nn.Module, system: str, whole: bool) -> torch.nn.Module:
+    """The model compiled in place, as a whole or block by block."""
+    torch._dynamo.reset()
+    for module in (model, *model.blocks):
+        module._compiled_call_impl = None
+    stock = {"options": {"triton.mix_order_reduction": False}}
+    how = {"backend": "graphopt"} if system.startswith("graphopt") else stock
+    for module in [] if system == "eager" else [model] if whole else model.blocks:
+        module.compile(**how)
+    return model
+
+
+def measure(model: torch.nn.Module, system: str, kw: dict, milliseconds: int, whole: bool) -> dict:
+    """One row."""
+    f = compiled(model, system, whole)
+    clear = lambda: [setattr(p, "grad", None) for p in model.parameters()]
+    clear()
+    start = time.perf_counter()
+    dense_step.step(f, kw)
+    torch.cuda.synchronize()
+    compile_s = time.perf_counter() - start
+    norm = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    clear()
+    torch.cuda.reset_peak_memory_stats()
+    dense_step.step(f, kw)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    clear()
+    row = dict(grad_norm=norm, compile_s=compile_s, peak_gib=peak)
+    row["step_ms"] = do_bench(lambda: dense_step.step(f, kw), 100, milliseconds, return_mode="median")
+    with torch.no_grad():
+        row["forward_ms"] = do_bench(lambda: f(**kw), 100, milliseconds // 2, return_mode="median")
+    if system.startswith("graphopt_"):
+        sites = [s for s in graphopt.last_report().sites if s.kind == "video_attention"]
+        row["attention_rewritten"] = len([s for s in sites if s.status == "rewritten"])
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--grids", default="21x30x52,21x45x80")
+    parser.add_argument("--window", default="3x7x7")
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
+    parser.add_argument("--milliseconds", type=int, default=1500, help="per timing")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    window = tuple(int(n) for n in args.window.split("x"))
+    ceilings = {"copy_tb_per_s": copy_tb_per_s()}
+    model = dense_step.build(args.layers)
+    for grid in args.grids.split(","):
+        T, H, W = map(int, grid.split("x"))
+        kw = dense_step.inputs(1, T, H, W)
+        base = None
+        for system in args.systems.split(","):
+            handle = converted(model, system, window) if system.startswith("graphopt_") else None
+            try:
+                row = measure(model, system, kw, args.milliseconds, args.whole)
+            except Exception as error:  # a system that fails is a result, the others go on
+                row = dict(error=f"{type(error).__name__}: {str(error)[:600]}")
+            for module in (model, *model.blocks):
+                module._compiled_call_impl = None
+            if handle is not None:
+                handle.revert()
+            if system == "graphopt":
+                base = row.get("step_ms")
+            if base and "step_ms" in row:
+                row["ratio"] = row["step_ms"] / base
+            row = dict(model="wan-1.3b", grid=grid, tokens=T * H * W, layers=args.layers, window=args.window,
+                       system=system, compiled="whole" if args.whole else "per block", **row)
+            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            save("dsa_step", [row], ("model", "grid", "layers", "window", "system", "compiled"), ceilings, args.out)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Predicted milliseconds of attention on an H200, dense and sliding, forward and backward.
+
+Constants are fitted to benchmarks/results/h200/dsa.json (heads of 128, bf16; within 15 % of its rows, a test): dense
+attention by cuDNN runs at a fixed rate, the kernels at a fixed time per step of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from graphopt.codegen.dsa import spec
+from graphopt.codegen.dsa.reference import effective_window
+from graphopt.codegen.dsa.registers import TAPS_T, TAPS_W
+from graphopt.codegen.dsa.spec import Triple
+
+DENSE_FLOPS = (579e12, 535e12)  # forward, backward
+STEP_NS = {True: (4.4, 20.7), False: (3.2, 11.0)}  # with learned offsets, and with none
+HEAD_NS = (0.00384, 0.00959)  # per token and channel of the offset head
+SPREAD = (1.0, 1.5, 2.0)  # of learned offsets within a tile, as in the benchmark
+TARGETS = ("sm90",)
+
+
+@dataclass(frozen=True)
+class Milliseconds:
+    """Forward and backward of one attention."""
+
+    forward: float
+    backward: float
+
+    @property
+    def step(self) -> float:
+        """Both."""
+        return self.forward + self.backward
+
+
+def known(dtype: torch.dtype, head_dim: int, target: str) -> bool:
+    """Are there kernels and measurements for this?"""
+    return dtype in spec.DTYPES and head_dim in spec.HEAD_DIMS and target in TARGETS
+
+
+def dense(batch: int, heads: int, tokens: int, head_dim: int) -> Milliseconds:
+    """Attention of all tokens with all tokens."""
+    flops = 4.0 * batch * heads * tokens**2 * head_dim
+    return Milliseconds(1e3 * flops / DENSE_FLOPS[0], 2.5e3 * flops / DENSE_FLOPS[1])
+
+
+def sliding(batch: int, heads: int, grid: Triple, head_dim: int, window: Triple, text: int = 0, channels: int = 0,
+            learned: bool = True) -> Milliseconds:
+    """A window over the grid, text tokens merged in, and the offset head over `channels` where offsets are learned."""
+    cut = effective_window(window, grid)
+    video = math.prod(grid)
+    scale = spec.Spec(cut, head_dim, torch.bfloat16).padded_dim / 128
+    work = batch * heads * steps(cut, grid, SPREAD if learned else (0.0, 0.0, 0.0)) * scale * 1e-6
+    both = [ns * work for ns in STEP_NS[learned]]
+    if text:  # video queries over text keys, and text queries over everything
+        flops = 4.0 * batch * heads * head_dim * text * (2 * video + text)
+        both = [both[0] + 1e3 * flops / DENSE_FLOPS[0], both[1] + 2.5e3 * flops / DENSE_FLOPS[1]]
+    if learned:
+        both = [ms + batch * video * channels * ns * 1e-6 for ms, ns in zip(both, HEAD_NS)]
+    return Milliseconds(*both)
+
+
+def steps(window: Triple, grid: Triple, spread: tuple[float, float, float]) -> float:
+    """Steps of 64 queries times 64 keys of the fused forward, over all tiles of the grid."""
+    tile = spec.query_tile(window, grid, spread)
+    free = [k < n for k, n in zip(window, grid)]
+    taps = [k + (s if f else 0) + (b - 1 if f else 0) for k, s, b, f in zip(window, spread, tile, free)]
+    chunks, passes = math.ceil(taps[0] / TAPS_T), math.ceil(taps[2] / TAPS_W)
+    return spec.tiles(grid, tile) * (passes * (chunks * (taps[1] + 1) + 1) + 1.5)

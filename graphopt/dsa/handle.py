@@ -1,0 +1,132 @@
+"""What `convert` returns: the converted layers of a model and what one does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphopt.dsa import options
+from graphopt.dsa.grid import Grid, Scope
+from graphopt.dsa.head import OffsetHead
+from graphopt.dsa.layer import Around, Sliding, taken_back
+from graphopt.errors import ConfigError
+
+
+class Handle:
+    """The converted layers of a model.  `layers`: name -> OffsetHead."""
+
+    def __init__(self, model: nn.Module, scope: Scope, layers: dict[str, OffsetHead],
+                 read_grid: Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]) -> None:
+        self.model, self.scope, self.layers, self.read_grid = model, scope, layers, read_grid
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        """A copied model has its own handle: the copy's layers and scope."""
+        import copy
+
+        twin = Handle.__new__(Handle)
+        memo[id(self)] = twin
+        twin.read_grid = self.read_grid
+        twin.scope = copy.deepcopy(self.scope, memo)
+        twin.layers = {n: copy.deepcopy(h, memo) for n, h in self.layers.items()}
+        twin.model = copy.deepcopy(self.model, memo)
+        return twin
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The heads' parameters.  Give them a group of their own: no weight decay, a tenth of the learning rate."""
+        for head in self.layers.values():
+            yield from head.parameters()
+
+    def param_groups(self, lr: float, **rest: Any) -> list[dict[str, Any]]:
+        """Two groups for an optimizer: the model's parameters at `lr`, the heads' at lr / 10 without weight decay."""
+        heads = [p for p in self.parameters() if p.requires_grad]
+        own = {id(p) for p in heads}
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
+        return [{"params": others, "lr": lr, **rest}, {"params": heads, **rest, "lr": lr / 10, "weight_decay": 0.0}]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the configuration beside a checkpoint (graphopt_dsa.json); `convert(model, path)` reads it."""
+        return options.save(path, {name: head.config for name, head in self.layers.items()})
+
+    def revert(self) -> nn.Module:
+        """The dense model again: heads are dropped, all other weights stay.
+
+        ConfigError if something else replaced its classes since.
+        """
+        modules = dict(self.model.named_modules())
+        places = [(modules[n], Sliding) for n in self.layers if n in modules] + [(self.model, Around)]
+        for module, mixin in places:
+            if taken_back(module, mixin) is None:
+                raise ConfigError("something replaced a converted module's class since (FSDP?), or it was reverted",
+                                  where=type(module).__name__, remedy="revert before wrapping the model")
+        for module, mixin in places:
+            module.__class__ = taken_back(module, mixin)
+            if mixin is Sliding:
+                del module.dsa
+        del self.model._graphopt_dsa
+        return self.model
+
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """Inside, the converted layers compute dense attention: the teacher, or the model before conversion."""
+        before, self.scope.dense = self.scope.dense, True
+        try:
+            yield
+        finally:
+            self.scope.dense = before
+
+    @contextmanager
+    def distilling(self) -> Iterator[None]:
+        """Inside, every converted layer also computes dense attention on its own q, k, v, for `distill_loss`.
+
+        Eager only.  With activation checkpointing the backward belongs inside as well.
+        """
+        before, self.scope.distilling = self.scope.distilling, True
+        try:
+            yield
+        finally:
+            self.scope.distilling = before
+
+    def distill_loss(self) -> Tensor:
+        """The mean over layers of |y - dense|^2 / |dense|^2 of the attention outputs of the last forward.
+
+        ConfigError outside of `distilling()`.  A call takes the recorded losses; the next needs another forward.
+        """
+        losses = list(self.scope.losses.values())
+        self.scope.losses = {}
+        if not losses:
+            raise ConfigError("no layer recorded a loss", where="distill_loss",
+                              remedy="run the forward inside `with handle.distilling():`, eagerly")
+        return torch.stack(losses).mean()
+
+    def verify(self, *args: Any, **kwargs: Any) -> Any:
+        """See graphopt.dsa.verify."""
+        from graphopt.dsa import measure
+
+        return measure.verify(self, args, kwargs)
+
+    def probe(self, *args: Any, **kwargs: Any) -> Any:
+        """See graphopt.dsa.probe."""
+        from graphopt.dsa import measure
+
+        return measure.probe(self, args, kwargs)
+
+    def __repr__(self) -> str:
+        windows = sorted({h.config.window for h in self.layers.values()})
+        numbers = sum(p.numel() for p in self.parameters())
+        return f"Handle({len(self.layers)} layers, windows {windows}, {numbers:,} parameters)"
+
+
+def handle_of(model: Any) -> Handle:
+    """The handle of a converted model (or a Handle itself); ConfigError if it is not converted."""
+    if isinstance(model, Handle):
+        return model
+    inner = getattr(model, "_orig_mod", model)
+    handle = getattr(inner, "_graphopt_dsa", None)
+    if not isinstance(handle, Handle):
+        raise ConfigError(f"{type(inner).__name__} is not converted", remedy="graphopt.dsa.convert(model, ...) first")
+    return handle

@@ -1,0 +1,86 @@
+"""Run by test_wrapped.py under torchrun, gloo on CPU (NCCL where there are GPUs): a converted model under FSDP2, against one process.
+
+    torchrun --nproc-per-node 2 fsdp_worker.py OUT.json
+
+Each way trains two steps on this rank's half of the batch; what is written is the largest relative L2 distance of a
+gradient of the second step from that of one process on the whole batch, over all parameters and over the heads'.  (The
+bias of keys has no effect, so its gradient is rounding: distances are relative to a thousandth of the largest at least.)
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
+import tiny_video
+
+import graphopt
+
+AOT = {"graphopt.compiler": "aot_eager"}
+
+
+def steps(model: Any, latents: list[torch.Tensor], parameters: list[nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Two steps of SGD; the gradients of the second, whole."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for x in latents:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        last = {i: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for i, p in enumerate(parameters)}
+        optimizer.step()
+    return last
+
+
+def build() -> tuple[nn.Module, graphopt.dsa.Handle]:
+    torch.manual_seed(0)
+    model = tiny_video.TinyVideo(2)
+    handle = graphopt.dsa.convert(model, graphopt.dsa.DSAConfig((1, 3, 3)), select="blocks.*.attn")
+    for p in handle.parameters():
+        nn.init.normal_(p, std=0.1)
+    return model, handle
+
+
+def main() -> None:
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    torch.manual_seed(1)
+    latents = [tiny_video.latent(4, *grid).to(device) for grid in ((3, 4, 5), (3, 5, 4))]
+    halves = [x[2 * rank : 2 * rank + 2] for x in latents]
+    base, handle = build()
+    base.to(device)
+    names = [n for n, _ in base.named_parameters()]
+    single = copy.deepcopy(base)
+    want = steps(single, latents, list(single.parameters()))
+    found: dict[str, dict[str, float]] = {}
+    floor = 1e-3 * max(float(g.norm()) for g in want.values())
+    for way in ("checkpointed", "per block"):
+        model: Any = copy.deepcopy(base)
+        model.checkpointing = way == "checkpointed"
+        for block in model.blocks:
+            if way == "per block":
+                block.compile(backend="graphopt", options=AOT)
+            fully_shard(block)
+        fully_shard(model)
+        got = steps(model, halves, list(model.parameters()))
+        gaps = {n: float((got[i] - want[i]).norm() / max(float(want[i].norm()), floor)) for i, n in enumerate(names)}
+        found[way] = {"all": max(gaps.values()), "heads": max(g for n, g in gaps.items() if ".dsa." in n)}
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Predicted times against the measured ones they are fitted to, and what `plan` makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphopt.dsa import costs
+
+ROWS = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200/dsa.json").read_text())["rows"]
+MEASURED = [r for r in ROWS if r["what"] == "attention" and r["direction"] in ("forward", "backward")
+            and r["tokens"] < 500_000 and r["head_dim"] == 128 and r["offsets"] in ("smooth", "none")]
+
+
+def test_predictions_are_the_measurements() -> None:
+    assert len(MEASURED) >= 8
+    for row in MEASURED:
+        if "cudnn" in row["ms"]:
+            ms = costs.dense(1, row["heads"], row["tokens"], 128)
+            assert getattr(ms, row["direction"]) == pytest.approx(row["ms"]["cudnn"], rel=0.1), row
+        if "graphopt" in row["ms"]:
+            assert math.prod(row["grid"]) == row["tokens"]
+            ms = costs.sliding(1, row["heads"], tuple(row["grid"]), 128, tuple(row["window"]),
+                               learned=row["offsets"] == "smooth")
+            assert getattr(ms, row["direction"]) == pytest.approx(row["ms"]["graphopt"], rel=0.15), row
+
+
+def test_text_and_the_head_cost_something() -> None:
+    grid = (21, 30, 52)
+    base = costs.sliding(1, 12, grid, 128, (3, 7, 7))
+    assert costs.sliding(1, 12, grid, 128, (3, 7, 7), text=256).step > base.step
+    assert costs.sliding(1, 12, grid, 128, (3, 7, 7), channels=1536).step > base.step
+    assert costs.sliding(2, 12, grid, 128, (3, 7, 7)).step == pytest.approx(2 * base.step)
+
+
+@pytest.mark.parametrize(("dtype", "dim", "target", "known"), [
+    (torch.bfloat16, 128, "sm90", True), (torch.float32, 128, "sm90", False), (torch.bfloat16, 80, "sm90", False),
+    (torch.bfloat16, 128, "sm80", False)])
+def test_no_prediction_without_a_measurement(dtype, dim, target, known) -> None:
+    assert costs.known(dtype, dim, target) is known

@@ -1,0 +1,50 @@
+"""A converted model under FSDP2 in two processes, and the adaptation example."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    out = tmp_path_factory.mktemp("wrapped") / "found.json"
+    worker = Path(__file__).with_name("fsdp_worker.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("way", ["checkpointed", "per block"])
+def test_gradients_are_those_of_one_process(found: dict, way: str) -> None:
+    assert found[way]["all"] <= 1e-5
+    assert found[way]["heads"] <= 1e-5
+
+
+def test_the_adaptation_example_runs(tmp_path) -> None:
+    spec = importlib.util.spec_from_file_location("adapt_dsa", ROOT / "examples" / "adapt_dsa.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["adapt_dsa"] = module
+    spec.loader.exec_module(module)
+    module.main(["--smoke", "--seed", "0", "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "seed0.json").read_text())
+    assert set(result["arms"]) == set(module.ARMS)
+    for arm in result["arms"].values():
+        assert [p["step"] for p in arm["curve"]] == [0, 1, 2]
+        assert all(0 < e < 10 for p in arm["curve"] for e in p["error"].values())
+    start = {name: arm["curve"][0]["error"] for name, arm in result["arms"].items()}
+    assert start["dsa"] == start["window"] == start["tap"] != start["dense"], "offsets start at zero"
+    module.plot(tmp_path)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "offsets.png").exists()
+    assert "tap" in module.table(tmp_path)
