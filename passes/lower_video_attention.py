@@ -95,6 +95,10 @@ class LowerVideoAttention:
         record = PassRecord(self.name, sum(len(g.graph.nodes) for g in graphs))
         noted = {n: n.meta.pop(NOTE) for g in graphs for n in g.graph.nodes if NOTE in n.meta}
         chosen = self._selected(list(noted.values()), record) if self.request is not None else []
+        if self.request is not None and noted and not chosen:
+            some = next(iter(noted.values()))
+            why = some.reason or f"the selection is {', '.join(self.request.select)}"
+            context.warn(f"graphopt.dsa selects no attention of this graph; {some.fqn or 'one'} is {some.kind}: {why}")
         for g in graphs:
             here = {n: s for n, s in noted.items() if n.graph is g.graph}
             marked = _marked(g, here)

@@ -37,6 +37,7 @@ def serve() -> None:
 
     import graphopt.backend
     import graphopt.checkpoint
+    import graphopt.cli
     import graphopt.loading.loader
     import graphopt.schedule.planner
     import graphopt.weights  # noqa: F401

@@ -212,6 +212,14 @@ def tokens(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_ctrl_c_while_simulating(tokens: Path) -> None:
+    arguments = ("simulate", "--manifest", str(tokens / "tokens.parquet"), "--fit", str(tokens / "fit.json"), "--ranks", "8",
+                 "--m-mem", "4096", "--out", str(tokens / "out.json"))
+    begun = time.monotonic()
+    interrupted(Job(tokens, *arguments, run=COMMAND), lambda: time.monotonic() > begun + 3)
+    assert not (tokens / "out.json").exists()
+
+
 def test_ctrl_c_while_planning(tokens: Path) -> None:
     arguments = ("plan", "--manifest", str(tokens / "tokens.parquet"), "--fit", str(tokens / "fit.json"), "--ranks", "8", "--m-mem", "4096",
                  "--out", str(tokens / "plan"))

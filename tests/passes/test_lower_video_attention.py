@@ -114,8 +114,7 @@ def test_written_out_attention_slides_like_sdpa(spelling: str) -> None:
     assert_equal(got, run(twin, twin, x), 1e-6)
 
 
-@pytest.mark.parametrize("text", ["first", "last"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("text", "checkpointing"), [("first", False), ("last", True)])
 def test_text_joins_and_may_be_hidden(text: str, checkpointing: bool) -> None:
     model = tiny_video.TinyVideo(2, text=text)
     model.checkpointing = checkpointing
@@ -153,6 +152,14 @@ def test_select_and_keep_dense() -> None:
     f = compiled(model, {"window": WINDOW, "select": "blocks.*.attn", "keep_dense": (0, -1)})
     f(x)
     assert slid(f) == [("blocks.1.attn", "rewritten")]
+
+
+def test_a_selection_that_selects_nothing_is_told() -> None:
+    model, x = tiny_video.TinyVideo(1), tiny_video.latent()
+    f = compiled(model, {"window": WINDOW, "select": "layers.*"})
+    f(x)
+    assert slid(f) == []
+    assert any("selects no attention" in n and "layers.*" in n for n in graphopt.report(f).graphs[0].notes)
 
 
 def test_a_window_over_the_grid_changes_nothing() -> None:
