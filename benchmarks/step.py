@@ -25,7 +25,7 @@ def compiled(model: torch.nn.Module, system: str):
     if system == "eager":
         return model
     if system.startswith("graphopt"):
-        more = ["norm_rotate", "column_sums"] if system == "graphopt_experimental" else []
+        more = ["norm_rotate", "column_sums", "gradient_addends"] if system == "graphopt_experimental" else []
         return torch.compile(model, backend="graphopt", options={"graphopt.experimental": more})
     return torch.compile(model, options={"triton.mix_order_reduction": system == "inductor"})
 

@@ -134,13 +134,12 @@ def slides(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
-    """Inductor's options for a graph where sites were rewritten: sums of gradients are folded into the kernels that
-    read or make them (numerics="fp32": eager rounds each addition), matmuls are put into the order that frees early,
-    and kernels write gradients over gradients that die."""
+    """Inductor's options for a graph where sites were rewritten: matmuls are put into the order that frees early, and
+    kernels write gradients over gradients that die; where asked for, sums of gradients first go into the kernels that
+    read or make them."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
-    folds = {"gradient_addends"} - {*config.disable} if config.numerics == "fp32" else set()
-    late = [m for m in (gradient_addends, column_sums) if _name(m) in folds | experimental(config)]
+    late = [m for m in (gradient_addends, column_sums) if _name(m) in experimental(config)]
 
     def change(graph: fx.Graph) -> None:
         for module in late:

@@ -31,9 +31,8 @@ RULES: tuple[Rule, ...] = (
     gate_residual.RULE,
 )
 
-# passes that run only when asked for, and all that are no rules but switched off like one
-EXPERIMENTAL = frozenset({"norm_rotate", "column_sums"})
-PASSES = EXPERIMENTAL | {"gradient_addends"}
+# passes that run only when asked for; they are switched off like a rule
+EXPERIMENTAL = frozenset({"norm_rotate", "column_sums", "gradient_addends"})
 
 
 def every() -> tuple[Rule, ...]:

@@ -220,7 +220,8 @@ def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(2, 640, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     factors = [torch.randn(2, 1, D, device="cuda", requires_grad=True) for _ in range(2)]
     with caplog.at_level(logging.INFO, "graphopt"):
-        compiled = torch.compile(f, backend="graphopt", options={"graphopt.select": "all"}, dynamic=False)
+        options = {"graphopt.select": "all", "graphopt.experimental": ["gradient_addends"]}
+        compiled = torch.compile(f, backend="graphopt", options=options, dynamic=False)
         outs = compiled(x, *factors)
         cotangents = [torch.randn_like(o) for o in outs]
         got = torch.autograd.grad(outs, [x, *factors], cotangents)
