@@ -205,6 +205,23 @@ def test_keep_dense_in_a_graph_of_one_layer() -> None:
         compiled(tiny_video.TinyVideo(1), {"window": WINDOW, "keep_dense": (0,)})(tiny_video.latent())
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("text", [None, "first"])
+def test_one_graph_for_all_grids(text: str | None) -> None:
+    """With dynamic shapes the grid's sizes are read from the latent inside the graph."""
+    from torch._dynamo.utils import counters
+
+    model = tiny_video.TinyVideo(1, text=text)
+    twin = zero_offsets(model, window=(3, 3, 3))
+    f = torch.compile(model, backend="graphopt", dynamic=True, fullgraph=True,
+                      options={**AOT, "graphopt.dsa": {"window": (3, 3, 3)}})
+    counters.clear()
+    for grid in ((4, 4, 5), (5, 6, 7), (4, 6, 8)):
+        inputs = [tiny_video.latent(2, *grid)] + ([torch.randn(2, 6, 16)] if text else [])
+        assert_equal(run(f, model, *inputs), run(twin, twin, *inputs), 1e-7)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 class Broken(tiny_video.Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         torch._dynamo.graph_break()
