@@ -44,6 +44,9 @@ class Benchmark:
 
 BENCHMARKS = {
     "adaln": Benchmark("adaln", "fused AdaLN operators against Inductor and eager, forward and backward", 1, 8),
+    "adaln-errors": Benchmark("adaln_errors", "their errors at full size against fp64, and whether they repeat", 1, 3),
+    "bias-gradient": Benchmark("bias_gradient", "gradients of biases against Inductor and eager", 1, 2),
+    "rotary": Benchmark("rotary", "RMS norm and rotary embedding of queries against Inductor and eager", 1, 2),
     "step": Benchmark("step", "a training step: eager, Inductor, graphopt; time, memory, gradients", 1, 6),
     "verify": Benchmark("verify", "graphopt.verify on a model of real width: what it finds and costs", 1, 2),
     "dsa": Benchmark("dsa", "3D deformable sliding attention against cuDNN and FlexAttention", 1, 8),
@@ -143,7 +146,7 @@ def bench(
     A newer run replaces the rows it measured and keeps the rest.  Exit codes: the script's, 130 after Ctrl-C.  What a
     script takes: graphopt bench step -- --help
 
-    Example: graphopt bench step --layers 2
+    Example: graphopt bench step --models wan-1.3b
     """
     if not (name or everything):
         typer.echo(table())
