@@ -69,6 +69,21 @@ def save(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilings:
     return path
 
 
+def kept_times(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...], folder: Path | None = None) -> list[dict]:
+    """Rows with the times of systems that were measured earlier and not now; `us_commit` says when."""
+    path = (folder or results_folder() / machine()) / f"{name}.json"
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    out = []
+    for row in rows:
+        same = [o for o in old if [o.get(k) for k in keys] == [row.get(k) for k in keys]]
+        before = same[-1] if same else {"us": {}}
+        kept = {s: t for s, t in before["us"].items() if s not in row["us"]}
+        commits = {s: before.get("us_commit", {}).get(s, before.get("commit")) for s in kept}
+        extra = {k: before[k] for k in ("roofline",) if k in before and k not in row}
+        out.append({**extra, **row, "us": {**row["us"], **kept}, **({"us_commit": commits} if commits else {})})
+    return out
+
+
 def copy_tb_per_s() -> float:
     """Device-to-device copy of 2.1 GB, bytes read plus bytes written."""
     from triton.testing import do_bench

@@ -1,61 +1,33 @@
-"""The fused AdaLN operators against Inductor (mix-order off) and eager, as whole compiled functions.
+"""The fused AdaLN operators against Inductor (mix-order off), Liger and eager, as whole compiled functions.
 
-    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--fusions F1,F2,F2a,F3] [--systems graphopt,inductor,eager]
-                               [--fit] [--out FOLDER]
+    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--functions F1,F2,F2a,F3] [--warm I/N] [--out FOLDER]
+                 [--systems graphopt,graphopt_two_pass,inductor,inductor_max_autotune,inductor_mix_order,liger,eager]
+    python benchmarks/adaln.py --tune [--cases ...] [--seconds 200]      (adaln_tune.py: a table for this GPU)
+    python benchmarks/adaln.py --fit | --judge                           (on results that are there: adaln_results.py)
 
 Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
-copy bandwidth) over graphopt's time.  `--fit --out results/h200/adaln.json` turns such a file into the
-coefficients of the cost model that decides which sites are left to Inductor (schedule/data/site_cost.json).
+copy bandwidth) over graphopt's time.  Functions are those of adaln_functions.py.  `inductor_max_autotune` adds
+coordinate descent; `inductor_mix_order` is torch's default, whose gradients are wrong (pytorch#193061): it may raise.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
+import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch._functorch.config
-import torch.nn.functional as F
-from _results import copy_tb_per_s, save
+import torch._inductor.config
+from _results import copy_tb_per_s, kept_times, save
+from adaln_functions import FUNCTIONS, floor_bytes, liger, operands
 
-from graphopt.codegen.form import FUSIONS
-from graphopt.schedule.site_cost import UNITS
-
-SHAPES = ("1x32760x1536,1x75600x5120,2x16384x3072,8x4096x1152,1x4096x3072,2x1024x3072,2x512x3072,2x77x3072,"
-          "4x256x1152,1x512x1536")
+SHAPES = ("1x75600x5120,1x64000x3072,2x16384x3072,1x32760x1536,8x4096x1152,1x4096x3072,4x4096x2432,4x4096x1536,"
+          "2x1024x3072,2x512x3072,1x512x3072,4x333x2432,1x512x1536,1x256x3072,4x256x1152,2x77x3072,1x77x2432,1x64x1152")
 SMALL = 300e6  # bytes of one tensor: eager is timed below this only
-
-
-def f1(x, scale, shift):
-    return (F.layer_norm(x.float(), (x.shape[-1],), None, None, 1e-6) * (1 + scale) + shift).type_as(x)
-
-
-def f2(x, branch, gate, scale, shift):
-    h = (x.float() + branch * gate).type_as(x)
-    return h, (F.layer_norm(h.float(), (h.shape[-1],), None, None, 1e-6) * (1 + scale) + shift).type_as(x)
-
-
-def f2a(x, branch, gate, weight, bias):
-    h = (x.float() + branch * gate).type_as(x)
-    return h, F.layer_norm(h.float(), (h.shape[-1],), weight, bias, 1e-6).type_as(x)
-
-
-def f3(x, branch, gate):
-    return (x.float() + branch * gate).type_as(x)
-
-
-FUNCTIONS = {"F1": f1, "F2": f2, "F2a": f2a, "F3": f3}
-NAMES = {f.code: f.name for f in FUSIONS.values() if f.code in FUNCTIONS}
-
-
-def operands(code: str, B: int, N: int, D: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    new = lambda *shape: torch.randn(*shape, device="cuda")
-    x, branch = (new(B, N, D).to(dtype) for _ in range(2))
-    g, s, t = (0.3 * new(B, 3, D)).chunk(3, 1)
-    w, b = 1 + 0.1 * new(D), 0.1 * new(D)
-    by = {"F1": [x, s, t], "F2": [x, branch, g, s, t], "F2a": [x, branch, g, w, b], "F3": [x, branch, g]}
-    return [v.detach().requires_grad_() for v in by[code]]
+KEYS = ("kernel", "direction", "shape", "dtype", "form")
 
 
 def replayed(f, stream: torch.cuda.Stream) -> float:
@@ -77,107 +49,153 @@ def replayed(f, stream: torch.cuda.Stream) -> float:
     return us
 
 
-def timed(code: str, system: str, args: list[torch.Tensor]) -> tuple[float, float]:
-    """(forward, backward) microseconds."""
+def compiled(code: str, system: str, f):
+    """The function as a system runs it; None where it has none."""
     torch._dynamo.reset()
-    f = FUNCTIONS[code]
-    if system == "graphopt":
-        f = torch.compile(f, backend="graphopt", dynamic=False, options={"graphopt.select": "all"})
-    elif system == "inductor":
-        f = torch.compile(f, dynamic=False, options={"triton.mix_order_reduction": False})
+    if system.startswith("graphopt"):
+        return torch.compile(f, backend="graphopt", dynamic=False, options={"graphopt.select": "all"})
+    if system == "inductor":
+        return torch.compile(f, dynamic=False, options={"triton.mix_order_reduction": False})
+    if system == "inductor_max_autotune":
+        return torch.compile(f, dynamic=False, options={
+            "triton.mix_order_reduction": False, "max_autotune": True, "coordinate_descent_tuning": True})
+    if system == "inductor_mix_order":
+        return torch.compile(f, dynamic=False)
+    return liger(code) if system == "liger" else f
+
+
+def timed(code: str, system: str, args: list[torch.Tensor], measure: bool = True) -> tuple[float, float] | None:
+    """(forward, backward) microseconds; None where a system has no such function."""
+    made = FUNCTIONS[code].made(args[0].shape[-1])
+    with strategy(system):
+        f = compiled(code, system, made)
+        return None if f is None else times(code, system, f, made, args, measure)
+
+
+@contextmanager
+def strategy(system: str):
+    """graphopt_two_pass: a separate pass over tiles of columns sums the gradients of factors, as in the paper.
+
+    The switch is read while a graph is traced and is no part of any cache's key.
+    """
+    if system != "graphopt_two_pass":
+        yield
+        return
+    os.environ["GRAPHOPT_REDUCTION"] = "two_pass"
+    try:
+        with torch._inductor.config.patch(force_disable_caches=True):
+            yield
+    finally:
+        del os.environ["GRAPHOPT_REDUCTION"]
+
+
+def times(code: str, system: str, f, made, args: list[torch.Tensor], measure: bool) -> tuple[float, float] | None:
+    """The times of a callable; None where they are not wanted."""
+    leaves = [*args, *(made.parameters() if isinstance(made, torch.nn.Module) else ())]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         out = f(*args)
-    if system == "graphopt":
-        import graphopt
-
-        found = graphopt.report(f)
-        wanted = {"F1": ("modulate",), "F2": ("modulate", "gate"), "F2a": ("gate",), "F3": ("gate",)}[code]
-        graphopt.check(f, {k: 1 for k in wanted}, what="rewritten")
-        if {k.operator for k in found.kernels} != {NAMES[code]}:
-            raise RuntimeError(f"another fusion than {code}: {found}")
-    cotangents = [torch.randn_like(o) for o in _flat(out)]
+    if system.startswith("graphopt"):
+        check(code, f)
+    cotangents = [torch.randn_like(o) for o in flat(out)]
 
     def backward():
-        return torch.autograd.grad(_flat(out), args, cotangents, retain_graph=True)
+        return torch.autograd.grad(flat(out), leaves, cotangents, retain_graph=True)
 
     torch.cuda.synchronize()
+    if not measure:
+        with torch.cuda.stream(stream):
+            backward()
+        torch.cuda.synchronize()
+        return None
     forward_us = replayed(lambda: f(*args), stream)
     return forward_us, replayed(backward, stream)
 
 
-def _flat(out):
+def check(code: str, f) -> None:
+    """Was the function rewritten into the operator that the row is named after?"""
+    import graphopt
+
+    wanted = FUNCTIONS[code]
+    graphopt.check(f, wanted.sites, what="rewritten")
+    found = {k.operator for k in graphopt.report(f).kernels}
+    if found != {wanted.operator}:
+        raise RuntimeError(f"{code} became {found}, not {wanted.operator}")
+
+
+def flat(out):
     return list(out) if isinstance(out, tuple) else [out]
 
 
-def fit(rows: list[dict]) -> dict:
-    """launch_us and tb_per_s per system, fusion and direction: non-negative least squares on relative errors."""
-    import numpy as np
-    from scipy.optimize import nnls
-
-    result: dict = {}
-    for system in ("graphopt", "inductor"):
-        result[system] = {}
-        for code, name in NAMES.items():
-            for direction in ("forward", "backward"):
-                wanted = [r for r in rows if r["kernel"] == code and r["direction"] == direction]
-                picked = [r for r in wanted if r["us"].get(system)]
-                if len(picked) < 3:
-                    continue
-                units = UNITS[name][0 if direction == "forward" else 1]
-                size = np.array([units * np.prod(r["shape"]) * 2 / 1e6 for r in picked])  # MB
-                us = np.array([r["us"][system] for r in picked])
-                (launch, per_mb), _ = nnls(np.stack([1 / us, size / us], 1), np.ones(len(us)))
-                result[system][f"{name}/{direction}"] = {"launch_us": launch, "tb_per_s": 1 / per_mb}
-    return result
-
-
-def write_fit(results: Path) -> None:
-    """Fit the rows of results (a JSON file this script wrote) and write schedule/data/site_cost.json."""
-    data = json.loads(results.read_text())
-    found = {"machine": data["machine"], "source": "benchmarks/adaln.py --fit", "coefficients": fit(data["rows"])}
-    path = Path(__file__).resolve().parent.parent / "schedule" / "data" / "site_cost.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+def rows_of(code: str, shape: tuple[int, int, int], us: dict, args: list[torch.Tensor], bandwidth: float) -> list[dict]:
+    """The result rows of one function and shape, forward and backward."""
+    f = FUNCTIONS[code]
+    outs = 1 if f.operator in ("norm_modulate", "gate_residual") else 2
+    rows = []
+    for i, direction in enumerate(("forward", "backward")):
+        row = dict(kernel=f.kernel, direction=direction, shape=list(shape), dtype="bfloat16", form=f.form,
+                   us={s: t[i] for s, t in us.items()})
+        if "graphopt" in us:
+            row["roofline"] = floor_bytes(code, args, outs)[i] / bandwidth / 1e6 / us["graphopt"][i]
+        rows.append(row)
+        times = "  ".join(f"{s} {t[i]:.1f}" for s, t in us.items())
+        name = f"{code:3s} {direction:8s} {'x'.join(map(str, shape)):14s}"
+        print(f"{name} {row.get('roofline', 0):.3f}  us: {times}", flush=True)
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--fusions", default="F1,F2,F2a,F3")
+    parser.add_argument("--functions", default="F1,F2,F2a,F3")
     parser.add_argument("--systems", default="graphopt,inductor,eager")
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.fit:
-        write_fit(args.out)
+    parser.add_argument("--warm", help="compile only a share of the work, as i/n: other processes fill the same caches")
+    parser.add_argument("--tune", action="store_true", help="search this GPU's configurations (adaln_tune.py)")
+    parser.add_argument("--fit", action="store_true", help="write the cost model's data from the results")
+    parser.add_argument("--judge", action="store_true", help="how often the cost model decides right on the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    args, rest = parser.parse_known_args()
+    if args.tune:
+        import adaln_tune
+
+        adaln_tune.main(["--write", *rest, *(["--out", str(args.out)] if args.out else [])])
         return
+    if rest:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    if args.fit or args.judge:
+        import adaln_results
+
+        adaln_results.main(args)
+        return
+    measure_all(args)
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    """Measure every shape, function and system asked for; rows are saved as they come."""
     torch._functorch.config.donated_buffer = False
-    bandwidth = copy_tb_per_s()
-    rows = []
-    for shape in args.shapes.split(","):
-        B, N, D = map(int, shape.split("x"))
-        for code in args.fusions.split(","):
+    bandwidth = 0.0 if args.warm else copy_tb_per_s()
+    share, of = map(int, (args.warm or "0/1").split("/"))
+    number = itertools.count()
+    for text in args.shapes.split(","):
+        shape = B, N, D = tuple(map(int, text.split("x")))
+        for code in args.functions.split(","):
             torch.manual_seed(0)
             tensors = operands(code, B, N, D, torch.bfloat16)
-            systems = [s for s in args.systems.split(",") if s != "eager" or tensors[0].nbytes < SMALL]
             us = {}
-            for system in systems:
+            for system in args.systems.split(","):
+                if (system == "eager" and tensors[0].nbytes >= SMALL) or next(number) % of != share:
+                    continue
                 try:
-                    us[system] = timed(code, system, tensors)
+                    found = timed(code, system, tensors, measure=not args.warm)
                 except Exception as error:
-                    print(f"{shape} {code} {system}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            for i, direction in enumerate(("forward", "backward")):
-                floor = UNITS[NAMES[code]][i] * tensors[0].nbytes / bandwidth / 1e6
-                row = dict(kernel=code, direction=direction, shape=[B, N, D], dtype="bfloat16", form="wan",
-                           us={s: t[i] for s, t in us.items()})
-                if "graphopt" in us:
-                    row["roofline"] = floor / us["graphopt"][i]
-                rows.append(row)
-                times = "  ".join(f"{s} {t[i]:8.1f}" for s, t in us.items())
-                print(f"{code:3s} {direction:8s} {shape:14s} {row.get('roofline', 0):.3f}  us: {times}", flush=True)
-            keys = ("kernel", "direction", "shape", "dtype", "form")
-            save("adaln", rows, keys, {"copy_tb_per_s": bandwidth}, args.out)
+                    print(f"{text} {code} {system}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                    continue
+                if found is not None:
+                    us[system] = found
+            if us:
+                rows = rows_of(code, shape, us, tensors, bandwidth)
+                save("adaln", kept_times("adaln", rows, KEYS, args.out), KEYS, {"copy_tb_per_s": bandwidth}, args.out)
             del tensors
             torch.cuda.empty_cache()
 

@@ -98,6 +98,21 @@ def adaln(results: Results) -> Section | None:
                    ("adaln", lambda p: plots.adaln([r for _, r in found], p)), rivals)
 
 
+def bias_gradient(results: Results) -> Section | None:
+    """Gradients of biases, with and without the elementwise op that makes their matrix."""
+    found = list(results.rows("bias_gradient"))
+    if not found:
+        return None
+    systems = ("graphopt", "inductor", "eager")
+    lines = [[r["what"], " x ".join(map(str, r["shape"])), *(number(r["us"].get(s)) for s in systems),
+              number(r["roofline"], 2)] for _, r in sorted(found, key=lambda fr: (fr[1]["what"], fr[1]["shape"]))]
+    text = ("`gelu`: GELU's backward and the sum of its result over rows. `sum`: the sum alone, of a matrix in memory. "
+            "Microseconds, and the share of the copy bandwidth. The kernels run with "
+            "`graphopt.experimental=[\"column_sums\"]`.\n\n"
+            + table(["", "rows x columns", *systems, "of copy"], lines))
+    return Section("Gradients of biases", sorted({f for f, _ in found}), text)
+
+
 def step(results: Results) -> Section | None:
     """A training step of whole models."""
     found = [(f, r) for f, r in results.rows("step") if r.get("step_ms")]
@@ -206,7 +221,7 @@ def zoo(results: Results) -> Section | None:
     return Section("Thirty-one real models", sorted({f for f, _ in counted + matrix}), table(["", ""], lines))
 
 
-SECTIONS = (adaln, step, dsa, stream, schedule, zoo)
+SECTIONS = (adaln, bias_gradient, step, dsa, stream, schedule, zoo)
 
 
 def source(results: Results, file: str) -> str:

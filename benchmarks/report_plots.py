@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import dsa_plot
 import matplotlib
 import numpy as np
 
@@ -76,27 +77,8 @@ def step(rows: list[dict], path: Path) -> None:
 
 
 def dsa(rows: list[dict], path: Path) -> None:
-    """Milliseconds over tokens, forward and backward, of the largest window measured."""
-    window = max((tuple(r["window"]) for r in rows), key=lambda w: w[0] * w[1] * w[2])
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
-    for axis, direction in zip(axes, ("forward", "backward")):
-        for system in ("graphopt", "cudnn", "flex", "reference"):
-            points: dict[int, float] = {}
-            for r in rows:
-                if tuple(r["window"]) == window and r["direction"] == direction and system in r["ms"]:
-                    points[r["tokens"]] = min(points.get(r["tokens"], np.inf), r["ms"][system])
-            if points:
-                tokens = sorted(points)
-                axis.plot(tokens, [points[n] for n in tokens], marker="o", markersize=3, label=system,
-                          color=COLOURS[system])
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_xlabel("tokens")
-        axis.set_title(f"{direction}, window {' x '.join(map(str, window))}", fontsize=10)
-        _tidy(axis)
-    axes[0].set_ylabel("ms")
-    axes[0].legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    """Milliseconds over tokens, forward and backward, with the crossover."""
+    _save(dsa_plot.draw(rows), path)
 
 
 def stream(rows: list[dict], path: Path) -> None:

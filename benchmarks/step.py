@@ -17,15 +17,16 @@ import torch
 from _results import copy_tb_per_s, save
 from step_models import CONFIGS, SIZES, build, inputs, layers
 
-SYSTEMS = ("eager", "inductor", "inductor_no_mix_order", "graphopt")
+SYSTEMS = ("eager", "inductor", "inductor_no_mix_order", "graphopt", "graphopt_experimental")
 
 
 def compiled(model: torch.nn.Module, system: str):
     torch._dynamo.reset()
     if system == "eager":
         return model
-    if system == "graphopt":
-        return torch.compile(model, backend="graphopt")
+    if system.startswith("graphopt"):
+        more = ["norm_rotate", "column_sums", "gradient_addends"] if system == "graphopt_experimental" else []
+        return torch.compile(model, backend="graphopt", options={"graphopt.experimental": more})
     return torch.compile(model, options={"triton.mix_order_reduction": system == "inductor"})
 
 
@@ -61,7 +62,7 @@ def measure(
         forward = do_bench(lambda: f(**kw), 100, rep / 3, return_mode="median")
     whole = do_bench(lambda: step(f, kw), 200, rep, return_mode="median")
     row = dict(forward_ms=forward, step_ms=whole, peak_gib=peak, grad_norm=norm, grad_gap=gap, compile_s=compile_s)
-    if system == "graphopt":
+    if system.startswith("graphopt"):
         import graphopt
 
         report = graphopt.report(f)

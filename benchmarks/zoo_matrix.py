@@ -124,8 +124,10 @@ def main() -> None:
     parser.add_argument("--compiler", default="aot_eager", help="aot_eager, inductor, or both")
     parser.add_argument("--workers", type=int, default=0, help="processes on a GPU; 0: this one")
     parser.add_argument("--seconds", type=float, default=1e9, help="with --workers: start nothing after this long")
+    parser.add_argument("--no-cudnn-attention", action="store_true", help="on a GPU: scaled dot product without cuDNN")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    torch.backends.cuda.enable_cudnn_sdp(not args.no_cudnn_attention)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

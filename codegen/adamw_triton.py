@@ -7,6 +7,7 @@ order of operations are those of the C++ loop (adamw_cpp.py); rounding may diffe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -75,7 +76,7 @@ def _adamw(table, numbers, blocks, scale, SPLIT: tl.constexpr, BF16_GRAD: tl.con
 def update_all(pieces: Sequence[Piece]) -> None:
     """One AdamW update of several parameters on one device; tensors are 1-d and contiguous (see adamw.update_).
 
-    hyper.scale: a 0-d fp32 tensor on that device, the same for all that have one, or None.
+    hyper.scale: a number, or a 0-d fp32 tensor on that device, the same for all that have one; or None.
     """
     kinds: dict[tuple[Any, ...], list[Piece]] = {}
     for p in pieces:
@@ -91,17 +92,24 @@ def _launch(group: Sequence[Piece], split: bool, bf16: bool, ema: bool) -> None:
     device = group[0].weight.device
     rows = [[0 if t is None else t.data_ptr() for t in (p.weight, p.residual, p.gradient, p.exp_avg, p.exp_avg_sq,
                                                         p.average)] + [p.weight.numel()] for p in group]
-    counts = torch.tensor([-(-p.weight.numel() // BLOCK) for p in group])
-    blocks = torch.empty((int(counts.sum()), 2), dtype=torch.int32)
-    blocks[:, 0] = torch.repeat_interleave(torch.arange(len(group)), counts)
-    starts = torch.tensor([0, *accumulate(counts.tolist())][:-1])
-    blocks[:, 1] = torch.arange(len(blocks)) - torch.repeat_interleave(starts, counts)
+    blocks = _blocks(tuple(p.weight.numel() for p in group), device)
     scale = group[0].hyper.scale
     numbers = torch.tensor([_numbers(p.hyper) for p in group])
     _adamw[(len(blocks),)](
-        *(_sent(t, device) for t in (torch.tensor(rows, dtype=torch.int64), numbers, blocks)),
-        scale if isinstance(scale, torch.Tensor) else _sent(torch.ones(()), device), SPLIT=split, BF16_GRAD=bf16,
-        CLIP=scale is not None, EMA=ema, BLOCK=BLOCK, num_warps=8)
+        *(_sent(t, device) for t in (torch.tensor(rows, dtype=torch.int64), numbers)), blocks,
+        scale if isinstance(scale, torch.Tensor) else _sent(torch.tensor(1.0 if scale is None else scale), device),
+        SPLIT=split, BF16_GRAD=bf16, CLIP=scale is not None, EMA=ema, BLOCK=BLOCK, num_warps=8)
+
+
+@lru_cache(maxsize=16)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 [programs, 2]: a parameter's place and a block of it; the same in every step."""
+    counts = torch.tensor([-(-n // BLOCK) for n in sizes])
+    made = torch.empty((int(counts.sum()), 2), dtype=torch.int32)
+    made[:, 0] = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    starts = torch.tensor([0, *accumulate(counts.tolist())][:-1])
+    made[:, 1] = torch.arange(len(made)) - torch.repeat_interleave(starts, counts)
+    return made.to(device)
 
 
 def _sent(t: torch.Tensor, device: torch.device) -> torch.Tensor:

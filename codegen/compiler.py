@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,12 @@ class Compiler:
 
 
 _shared = Compiler()
+
+
+@cache
+def compiled(unit: Unit, target: str) -> Resources:
+    """What a kernel takes, compiled once per process.  CodegenError when it does not compile."""
+    return shared().compile(unit, target)
 
 
 def shared() -> Compiler:

@@ -15,6 +15,8 @@ PER_THREAD = 200
 MAX_WARPS = 16
 # bytes of rows on their way into one multiprocessor
 RING_BYTES = 60 * 1024
+RING_BYTES_READING = 80 * 1024  # where several gradients arrive, so that most of the traffic is reads
+RING_BYTES_TOKENS = 48 * 1024  # where no sums are kept: every factor has a row per token
 # shared memory of one program at most, in KB; GPUs not listed have 99
 SHARED_KB = {"sm80": 163, "sm87": 163, "sm90": 227, "sm100": 227, "sm103": 227}
 # the widest row the forward keeps in registers
@@ -44,11 +46,14 @@ class Configuration:
     joint: bool = False
 
 
-def configure(spec: KernelSpec) -> Configuration:
-    """The configuration of a kernel."""
+def closed_form(spec: KernelSpec, programs_per_sm: int | None = None) -> Configuration:
+    """The configuration of a kernel where none was measured (tuned.py).
+
+    programs_per_sm: of a backward that must keep the grid of another.
+    """
     if spec.part == "columns":
         return Configuration((512,), 4, 0, 4, rows=4)
-    return _forward(spec) if spec.direction == "forward" else _backward(spec)
+    return _forward(spec) if spec.direction == "forward" else _backward(spec, programs_per_sm)
 
 
 def _forward(spec: KernelSpec) -> Configuration:
@@ -56,12 +61,17 @@ def _forward(spec: KernelSpec) -> Configuration:
     if D > FORWARD_D:
         return Configuration((CHUNK,), 8, 0, 0, chunked=True)
     light = len(spec.rows_in) + len(spec.rows_out) <= 2
-    ring = spec.normed and not any(spec.per_token(f) for f in spec.factors) and ring_limit(spec.target) > 0
+    common = spec.normed and not any(spec.per_token(f) for f in spec.factors)
+    ring = common and ring_limit(spec.target) > 0
     if ring and 256 < D <= 1600:  # one warp per row has no block barrier; a few rows per program feed the ring
         warps = 1 if light or D <= 1280 else 2
         return Configuration(cut(D, warps * 256), warps, 3, 0, rows=4 if light and D <= 1280 else 2)
-    if ring and light and 1600 < D <= 4096:
+    if ring and spec.branch_normed and 1600 < D <= 6144:  # two norms in a row: other rows fill the wait
         return Configuration(cut(D, 1024), 4, 3, 0, rows=4)
+    if common and 1600 < D <= 4096:  # 8-byte loads and more of them: 0.947 to 0.957 for F1
+        return Configuration(cut(D, 512), 4, 0, 0)
+    if common and len(spec.outputs) > 1 and 4096 < D <= 8192:
+        return Configuration(cut(D, 1024), 8, 0, 0)
     warps = 1 if D <= 256 else 2 if D <= 512 else 4 if D <= 8192 else 8
     return Configuration(cut(D, warps * 256), warps, 0, 0)
 
@@ -71,7 +81,8 @@ def live_values(spec: KernelSpec) -> int:
     heads = [f for f in spec.factors if "_table" not in f]
     per_token = sum(spec.per_token(f) for f in spec.factors)
     branch = 2 if spec.branch_normed else 0
-    return len(spec.sums) + len(spec.rows_in) + 1 + max(0, len(heads) - 2) + per_token + branch
+    summed = len(spec.rows_in) > len(spec.streams)
+    return len(spec.sums) + len(spec.streams) + 1 + max(0, len(heads) - 2) + per_token + branch + summed
 
 
 def one_pass(spec: KernelSpec) -> bool:
@@ -89,30 +100,48 @@ def ring_limit(target: str) -> int:
     return 0 if target.startswith("gfx") else shared_limit(target) - 3 * 1024
 
 
-def _backward(spec: KernelSpec) -> Configuration:
+def _backward(spec: KernelSpec, programs_per_sm: int | None) -> Configuration:
     D = spec.D
     if spec.part == "rows" and not one_pass(spec):
         return Configuration((CHUNK,), 8, 0, 2, chunked=True)
-    warps = 1
-    while warps < MAX_WARPS and D * live_values(spec) > PER_THREAD * 32 * warps:
-        warps *= 2
-    wide = len(spec.rows_in) >= 3
-    warps = max(warps, 16 if wide and D > 4096 else 4 if D >= 1400 and not wide else 2 if D >= 512 else 1)
+    wide, several = len(spec.streams) >= 3, len(spec.outputs) > 1
+    warps = _fewest_warps(spec)
+    if wide and D > 4096:
+        least = 8 if several or spec.branch_normed else 16
+    else:  # one warp per row has no block barrier; narrower rows need more warps to keep loads on their way
+        least = 1 if D < 512 or (1024 <= D <= 1400 and not wide) else 2 if D < 1400 or wide else 4
+    warps = max(warps, least)
     if D <= 1400:
         per_sm = 2 if wide else 4
     else:
         per_sm = 1 if wide or D >= 2560 else 2 if D >= 2048 else 3
+    if not spec.sums and not wide and D > 4096:
+        per_sm = 32  # nothing binds rows to programs
+    per_sm = programs_per_sm or per_sm
     streamed = (*spec.rows_in, *(f for f in spec.factors if spec.per_token(f)))
-    row_bytes = sum(spec.dtype(n).itemsize for n in streamed) * D * per_sm
-    stages = 1 + min(5, max(2, int(RING_BYTES / row_bytes + 0.5)))
+    row_bytes = sum(spec.dtype(n).itemsize for n in streamed) * D * (per_sm if per_sm <= 4 else 1)
+    ring = RING_BYTES_READING if several else RING_BYTES_TOKENS if not spec.sums else RING_BYTES
+    stages = 1 + min(5, max(2, int(ring / row_bytes + 0.5)))
     # equal sub-blocks need one reduction; 8-byte loads are then no loss
     equal = warps * 128 if D < 2048 and D % (warps * 128) == 0 and D % (warps * 256) else warps * 256
     blocks = cut(D, equal)
+    padded = -(-D // equal) * equal
+    if len(set(blocks)) > 1 and spec.branch_normed and 1400 < D <= 4096 and 3 * padded <= 4 * D:
+        blocks = (equal,) * (padded // equal)
     # fp32 factors beside 16-bit rows change their layout through shared memory, one sub-block at a time
-    scratch = 4 * max(blocks) * per_sm if any(spec.per_token(f) for f in spec.factors) else 0
+    scratch = 4 * max(blocks) * min(per_sm, 4) if any(spec.per_token(f) for f in spec.factors) else 0
     if (stages - 1) * row_bytes + scratch > ring_limit(spec.target):
         stages = 0
     return Configuration(blocks, warps, stages, per_sm, joint=warps <= 4 or D <= 4096)
+
+
+def _fewest_warps(spec: KernelSpec) -> int:
+    """Warps that hold a row and its sums without spilling."""
+    most = PER_THREAD * (1.1 if spec.branch_normed and spec.D > 4096 else 1.0)
+    warps = 1
+    while warps < MAX_WARPS and spec.D * live_values(spec) > most * 32 * warps:
+        warps *= 2
+    return warps
 
 
 def cut(D: int, cap: int) -> tuple[int, ...]:

@@ -56,9 +56,9 @@ class Backward(Base):
         self(f"for step in tl.range(tl.program_id(0) % P, N, P{ring}):")
         self.depth = 2
         self.row_index("tl.cast(step, tl.int64)")
-        for t in s.rows_in:
+        for t in s.streams:
             for i in self.blocks:
-                self(f"{t}_{i} = {self.load(t, i)}")
+                self.load_streams((t,), i)
         self.load_statistics()
         for i in self.blocks:
             for f in self.each_row:
@@ -111,9 +111,7 @@ class Backward(Base):
     def chunk(self, branch: bool, store: bool = False) -> None:
         """Everything of one chunk up to the norm, or up to the branch's norm."""
         s = self.spec
-        for t in s.rows_in:
-            if branch or t != "branch":
-                self(f"{t}_0 = {self.load(t, 0)}")
+        self.load_streams(tuple(t for t in s.streams if branch or t != "branch"), 0)
         for f in self._heads:
             if branch or f not in FRONT:
                 self.factor(f, 0)
@@ -136,8 +134,7 @@ class Backward(Base):
         self.depth = 2
         self(f"r = tl.cast(step, tl.int64) + tl.arange(0, {rows})")
         self.row_index("r")
-        for t in s.rows_in:
-            self(f"{t}_0 = {self.load(t, 0)}")
+        self.load_streams(s.streams, 0)
         self.load_statistics()
         for name in row_means(s):
             self(f"{name} = tl.load({self.statistic(name)}, mask=r < N, other=0.0)[:, None]")

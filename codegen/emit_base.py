@@ -164,6 +164,11 @@ class Base:
         """The current row of an activation or of a per-token factor, in fp32."""
         return f"tl.load({self.address(tensor, i)}{self.mask(i, True)}).to(tl.float32)"
 
+    def load_streams(self, streams: tuple[str, ...], i: int) -> None:
+        """`t_i` of every stream; one that arrives as several addends is summed in fp32."""
+        for t in streams:
+            self(f"{t}_{i} = {' + '.join(self.load(n, i) for n in self.spec.addends(t))}")
+
     def load_factor(self, factor: str, i: int) -> str:
         """A factor: one value per column, or per row and column."""
         if self.spec.per_token(factor):

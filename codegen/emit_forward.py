@@ -210,8 +210,7 @@ class Forward(Base):
     def chunk_h(self) -> None:
         """`h_0` of the current chunk, from x and the branch again."""
         s = self.spec
-        for t in s.rows_in:
-            self(f"{t}_0 = {self.load(t, 0)}")
+        self.load_streams(s.streams, 0)
         for f in self._heads:
             if f in FRONT:
                 self.factor(f, 0)

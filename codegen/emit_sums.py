@@ -27,7 +27,9 @@ def tile(D: int, P: Any) -> Tile:
     """
     if D > 8192:
         return Tile(16, 256, 8)
-    return Tile(256, 16, 8) if isinstance(P, int) and P > 128 else Tile(128, 32, 4)
+    if isinstance(P, int) and P > 128:
+        return Tile(256, 16, 8)
+    return Tile(64, 32, 4) if isinstance(P, int) and P <= 64 else Tile(128, 16, 4)
 
 
 def emit_sums(

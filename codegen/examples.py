@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.codegen import readiness
+from graphopt.codegen import readiness, tuned
 from graphopt.codegen.compiler import Unit, unit_of
-from graphopt.codegen.configure import configure
 from graphopt.codegen.emit import emit
 from graphopt.codegen.emit_sums import emit_sums, tile
 from graphopt.codegen.form import FUSIONS, OPERANDS, decode_outputs
@@ -72,7 +71,7 @@ def units(specs: list[KernelSpec]) -> list[Unit]:
     """The generated kernels of a site, and the second stage where its backward has one."""
     found = []
     for spec in specs:
-        config = configure(spec)
+        config = tuned.configuration(spec)
         found.append(unit_of(spec, config, emit(spec, config)))
     for spec in specs:
         if spec.sums:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.codegen import layout, store
-from graphopt.codegen.configure import Configuration, configure, one_pass
+from graphopt.codegen import layout, store, tuned
+from graphopt.codegen.configure import Configuration, one_pass
 from graphopt.codegen.emit import emit
 from graphopt.codegen.emit_backward import row_means
 from graphopt.codegen.emit_sums import Tile, emit_sums, tile
@@ -46,8 +46,20 @@ def _cuda_multiprocessors(index: int) -> int:
 @cache
 def kernel_of(spec: KernelSpec) -> tuple[Any, Configuration]:
     """The compiled-on-first-use kernel of a spec, and its configuration."""
-    config = configure(spec)
-    return getattr(store.load(spec.function, emit(spec, config)), spec.function), config
+    config = tuned.configuration(spec)
+    kernel = getattr(store.load(spec.function, emit(spec, config)), spec.function)
+    _specs[id(kernel)] = kernel, spec
+    return kernel, config
+
+
+# what was generated in this process, by the identity of the function (which is kept alive here)
+_specs: dict[int, tuple[Any, KernelSpec]] = {}
+
+
+def spec_of(kernel: Any) -> KernelSpec | None:
+    """The spec a kernel was generated from; None for a kernel of somebody else."""
+    found = _specs.get(id(kernel))
+    return None if found is None else found[1]
 
 
 @cache
@@ -87,6 +99,17 @@ def local_target(index: int) -> str:
     return f"sm{properties.major}{properties.minor}"
 
 
+def place_of(device: torch.device) -> dict[str, str]:
+    """`target`, and `gpu`, the name of a GPU of this machine ("" for any other device)."""
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return {"target": target_of(device), "gpu": _gpu_name(device.index or 0) if here else ""}
+
+
+@cache
+def _gpu_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
 def _spec(plan: Plan, direction: str, tensors: dict[str, torch.dtype], D: Any, norm: str, **rest: Any) -> KernelSpec:
     kept = tuple((n, code) for n, code in plan.layouts.items() if n in tensors)
     name = kernel_name(tensors, norm, rest["branch_norm"])
@@ -122,7 +145,7 @@ def prepare_forward(
     dtypes |= {numbered("y", i): y_dtype for i in range(len(each))}
     spec = _spec(
         plan, "forward", dtypes, x.shape[-1], norm, eps=eps, offset=offset, branch_norm=branch_norm,
-        branch_eps=branch_eps, activation=activation, rounding=rounding, target=target_of(x.device),
+        branch_eps=branch_eps, activation=activation, rounding=rounding, **place_of(x.device),
     )
     return spec, plan, given
 
@@ -152,7 +175,7 @@ def prepare_backward(
             dtypes[f"d{n}"] = f.dtype if layout.varies(f, h) == frozenset(plan.lead) else torch.float32
     spec = _spec(
         plan, "backward", dtypes, h.shape[-1], norm if arrived else "none", eps=0.0, offset=offset,
-        branch_norm=branch_norm if branch is not None else "none", activation=activation, target=target_of(h.device),
+        branch_norm=branch_norm if branch is not None else "none", activation=activation, **place_of(h.device),
     )
     return spec, plan, given
 

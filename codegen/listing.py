@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from graphopt.codegen import store
-from graphopt.codegen.configure import configure
+from graphopt.codegen import store, tuned
 from graphopt.codegen.emit import emit
 from graphopt.codegen.spec import KernelSpec
 
@@ -16,7 +15,7 @@ _files: dict[str, Path] = {}
 @cache
 def kernel_file(spec: KernelSpec) -> Path:
     """The file of the kernel's source in the kernel cache, written if it is not there."""
-    path = store.write(spec.function, emit(spec, configure(spec)))
+    path = store.write(spec.function, emit(spec, tuned.configuration(spec)))
     _files[path.name] = path
     return path
 

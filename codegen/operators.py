@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.codegen import reference
+from graphopt.codegen import reference, tuned
 from graphopt.codegen.form import FUSIONS, OPERANDS, Fusion, decode_outputs, decode_rounding, split_outputs
 
 # every source that decides what an operator computes
 SOURCES = (
     "form.py", "reference.py", "operators.py", "spec.py", "configure.py", "layout.py", "emit.py", "emit_base.py",
     "emit_forward.py", "emit_backward.py", "emit_sums.py", "kernels.py",
+    "tuned.py", "data/configurations.json", "column_sums.py",
 )
 
 # arguments after the tensors: outputs .. rounding
@@ -41,11 +42,12 @@ ATTRIBUTES = ("outputs", "norm", "eps", "offset", "branch_norm", "branch_eps", "
 
 @cache
 def source_hash() -> str:
-    """Twelve hex digits over the text of every file in SOURCES."""
+    """Twelve hex digits over the text of every file in SOURCES, and of the user's measured configurations."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update(name.encode() + b"\0" + (folder / name).read_bytes())
+    digest.update(tuned.user_text().encode())
     return digest.hexdigest()[:12]
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.codegen import compiler, kernels
+from graphopt.codegen import compiler, kernels, tuned
 from graphopt.codegen.compiler import Resources
-from graphopt.codegen.configure import configure
 from graphopt.codegen.emit import emit
 from graphopt.codegen.form import OPERANDS, decode_outputs
 from graphopt.codegen.spec import MAX_D, KernelSpec
@@ -83,7 +82,7 @@ def specs(
             modulation=modulation, **kept, x_dtype=x_dtype,
         )[0]
         out += kernels.backward_parts(backward)
-    return [replace(spec, target=target) for spec in out]
+    return [replace(s, target=target, gpu=s.gpu if s.target == target else "") for s in out]
 
 
 def compile_for(spec: KernelSpec, target: str) -> Resources:
@@ -97,7 +96,7 @@ def compile_for(spec: KernelSpec, target: str) -> Resources:
 @cache
 def outcome(spec: KernelSpec, target: str) -> Resources | CodegenError:
     """What compiling one kernel gave.  A failure is kept too: 80 equal sites wait for a hanging compiler once."""
-    config = configure(spec)
+    config = tuned.configuration(spec)
     try:
         return compiler.shared().compile(compiler.unit_of(spec, config, emit(spec, config)), target)
     except CodegenError as error:

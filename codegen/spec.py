@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,6 +18,13 @@ FRONT_FACTORS = ("gate", "gate_table", "branch_weight", "branch_bias")
 NORM_FACTORS = ("weight", "bias")
 # factors whose gradient is that of a sum with their table
 PAIRED = ("gate", "scale", "shift")
+# a gradient may arrive as a sum of up to four tensors: dy, dy_plus1, dy_plus2, dy_plus3
+MAX_ADDENDS = 4
+
+
+def addend(gradient: str, k: int) -> str:
+    """The name of the k-th addend of a gradient that arrives: `dy`, `dy_plus1`."""
+    return gradient if k == 0 else f"{gradient}_plus{k}"
 
 
 def numbered(part: str, i: int) -> str:
@@ -44,6 +51,7 @@ class KernelSpec:
     group_dims, row_dims: into how many indices a modulation group and a row of it are taken apart.
     permuted: rows are walked in another order than they lie in.
     target: the GPU, such as sm90 or gfx942.
+    gpu: its name, where it is one of this machine: configurations may have been measured on it (tuned.py).
     rounding: rounding points of numerics="eager" (form.py); "" rounds once at the end.
     """
 
@@ -64,6 +72,7 @@ class KernelSpec:
     permuted: bool = False
     part: Part = "whole"
     target: str = "sm90"
+    gpu: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.D <= MAX_D:
@@ -118,11 +127,25 @@ class KernelSpec:
         return self.branch_norm != "none" and self.gated
 
     @property
-    def rows_in(self) -> tuple[str, ...]:
-        """The [rows, D] activations it streams in."""
+    def streams(self) -> tuple[str, ...]:
+        """The [rows, D] activations it works on."""
         names = ("x", "branch") if self.direction == "forward" else ("dh", "h", "branch")
         dys = tuple(numbered("dy", i) for i in self.outputs) if self.direction == "backward" else ()
         return dys + tuple(n for n in names if self.has(n))
+
+    def addends(self, stream: str) -> tuple[str, ...]:
+        """The tensors whose sum a stream is: itself, where it arrives as one."""
+        return tuple(n for k in range(MAX_ADDENDS) if self.has(n := addend(stream, k)))
+
+    @property
+    def rows_in(self) -> tuple[str, ...]:
+        """The [rows, D] tensors it reads."""
+        return tuple(n for stream in self.streams for n in self.addends(stream))
+
+    @property
+    def without_addends(self) -> KernelSpec:
+        """The same kernel with every gradient arriving as one tensor."""
+        return replace(self, dtypes=tuple((n, d) for n, d in self.dtypes if "_plus" not in n))
 
     @property
     def rows_out(self) -> tuple[str, ...]:

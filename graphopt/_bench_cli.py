@@ -44,11 +44,20 @@ class Benchmark:
 
 BENCHMARKS = {
     "adaln": Benchmark("adaln", "fused AdaLN operators against Inductor and eager, forward and backward", 1, 8),
+    "adaln-errors": Benchmark("adaln_errors", "their errors at full size against fp64, and whether they repeat", 1, 3),
+    "bias-gradient": Benchmark("bias_gradient", "gradients of biases against Inductor and eager", 1, 2),
+    "rotary": Benchmark("rotary", "RMS norm and rotary embedding of queries against Inductor and eager", 1, 2),
     "step": Benchmark("step", "a training step: eager, Inductor, graphopt; time, memory, gradients", 1, 6),
     "verify": Benchmark("verify", "graphopt.verify on a model of real width: what it finds and costs", 1, 2),
     "dsa": Benchmark("dsa", "3D deformable sliding attention against cuDNN and FlexAttention", 1, 8),
     "dsa-step": Benchmark("dsa_step", "a training step of Wan with sliding attention, against the dense model", 1, 4),
     "stream": Benchmark("stream_step", "streamed steps against resident ones, and the bound of this machine", 1, 6),
+    "stream-peers": Benchmark("stream_peers", "the same steps by FSDP2 (or DeepSpeed) with weights on the host", 1, 2,
+                              ("--system", "fsdp2")),
+    "stream-adamw": Benchmark("stream_adamw", "the CPU optimizer's loop against memory and torch's AdamW", 0, 1),
+    "stream-compile": Benchmark("stream_compile", "time of the backend: a streamed class, the whole graph", 0, 10,
+                                ("--system", "stream")),
+    "stream-hosts": Benchmark("stream_hosts", "planned steps of 14, 33 and 105 B on other hosts", 0, 2),
     "shape": Benchmark("schedule_shape", "step time over batch and sequence length, and its fit", 1, 4),
     "schedule": Benchmark("schedule", "batch plans, simulated: limits, speed, cost model", 0, 10),
     "schedule-step": Benchmark("schedule_step", "batch plans in a real loop, predicted beside measured", 2, 8),
@@ -137,7 +146,7 @@ def bench(
     A newer run replaces the rows it measured and keeps the rest.  Exit codes: the script's, 130 after Ctrl-C.  What a
     script takes: graphopt bench step -- --help
 
-    Example: graphopt bench step --layers 2
+    Example: graphopt bench step --models wan-1.3b
     """
     if not (name or everything):
         typer.echo(table())

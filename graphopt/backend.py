@@ -17,12 +17,14 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat, _compat_capture, reporting
+from graphopt.codegen import operators
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
-from graphopt.passes import catalogue, freeing_order, pipeline, reuse_gradients
+from graphopt.passes import catalogue, column_sums, freeing_order, gradient_addends, pipeline, reuse_gradients
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.lower_video_attention import LowerVideoAttention, MatchGlobalAttention, has_mark
+from graphopt.passes.norm_rotate import NormRotate
 from graphopt.passes.record import PassRecord, Site
 
 log = logging.getLogger(__name__)
@@ -114,9 +116,16 @@ def passes(gm: fx.GraphModule, config: Config) -> list[pipeline.Pass]:
 
     Attention is matched first: what the tokens are is read from the model's own operators.
     """
-    if not slides(gm, config):
-        return [Canonicalize(), AdaLN()]
-    return [Canonicalize(), MatchGlobalAttention(), AdaLN(), LowerVideoAttention(config.dsa)]
+    slide = slides(gm, config)
+    order: list[pipeline.Pass] = [Canonicalize(), *([MatchGlobalAttention()] if slide else [])]
+    if "norm_rotate" in experimental(config):
+        order.append(NormRotate())
+    return [*order, AdaLN(), *([LowerVideoAttention(config.dsa)] if slide else [])]
+
+
+def experimental(config: Config) -> set[str]:
+    """The passes beside the sites that run: asked for, not disabled, and eager's roundings are not."""
+    return {*config.experimental} - {*config.disable} if config.numerics == "fp32" else set()
 
 
 def slides(gm: fx.GraphModule, config: Config) -> bool:
@@ -125,18 +134,26 @@ def slides(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
-    """Inductor's options for a graph: where sites were rewritten, matmuls are put into the order that frees early, and
-    kernels write gradients over gradients that die."""
+    """Inductor's options for a graph where sites were rewritten: matmuls are put into the order that frees early, and
+    kernels write gradients over gradients that die; where asked for, sums of gradients first go into the kernels that
+    read or make them."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
+    late = [m for m in (gradient_addends, column_sums) if _name(m) in experimental(config)]
 
-    def save_memory(graph: fx.Graph) -> None:
+    def change(graph: fx.Graph) -> None:
+        for module in late:
+            module.fold(graph)
         freeing_order.free_early(graph)
         reuse_gradients.reuse(graph)
 
-    what = version(freeing_order) + version(reuse_gradients)
-    post = _compat.post_grad_pass(save_memory, what, inductor_options.get(_compat.POST_GRAD))
-    return {**inductor_options, _compat.POST_GRAD: post}
+    names = ([(_name(m), version(m)) for m in (*late, freeing_order, reuse_gradients)], operators.source_hash())
+    order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
+    return {**inductor_options, _compat.POST_GRAD: order}
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
 
 
 @cache

@@ -33,6 +33,7 @@ class Config:
 
     rules: names of rules or families that run; None: every rule that keeps the maths.
     disable: names that do not run, whatever `rules` says.
+    experimental: passes that run only when asked for: "norm_rotate", "column_sums", "gradient_addends".
     select: "profitable" leaves a site to Inductor where it is predicted to be faster there, "all" rewrites every one.
     numerics: "fp32" rounds once at the end of a site, "eager" after each op of the source.
     on_error: "fallback" leaves a site alone when something about it fails, "raise" raises.
@@ -46,6 +47,7 @@ class Config:
 
     rules: tuple[str, ...] | None = None
     disable: tuple[str, ...] = ()
+    experimental: tuple[str, ...] = ()
     select: str = "profitable"
     numerics: str = "fp32"
     on_error: str = "fallback"
@@ -120,13 +122,13 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
             raise ConfigError(f"option {prefix + key!r} is {value!r}", remedy="use True or False")
         if key == "dsa" and not isinstance(value, Request):
             value = _request(prefix + key, value)
-        if key in ("rules", "disable"):
+        if key in ("rules", "disable", "experimental"):
             if value is not None:
                 if isinstance(value, str) or not all(isinstance(v, str) for v in value):
                     raise ConfigError(f"option {prefix + key!r} is {value!r}", remedy="give a list of names")
                 value = tuple(value)
                 _check_rules(prefix + key, value)
-            elif key == "disable":
+            elif key != "rules":
                 value = ()
         if key == "mode" and value is not None and value not in _compat.inductor_mode_names():
             raise ConfigError(f"unknown mode {value!r}", remedy=_nearest(str(value), _compat.inductor_mode_names()))
@@ -173,9 +175,14 @@ def _triple(what: str, value: Any) -> tuple[int, int, int]:
 
 
 def _check_rules(option: str, names: tuple[str, ...]) -> None:
+    known = catalogue.names()
+    if option.endswith("experimental"):
+        known = catalogue.EXPERIMENTAL
+    elif not option.endswith("rules"):
+        known |= catalogue.EXPERIMENTAL
     for name in names:
-        if name not in catalogue.names():
-            remedy = _nearest(name, sorted(catalogue.names()))
+        if name not in known:
+            remedy = _nearest(name, sorted(known))
             raise ConfigError(f"{option} names an unknown rule {name!r}", remedy=remedy)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from graphopt import _compat, _contracts, config
-from graphopt.codegen import operators, store
+from graphopt.codegen import operators, store, tuned
 from graphopt.errors import GraphoptError
 from graphopt.inspecting.text import gib
 
@@ -68,6 +68,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", f"cuda:{i}", f"{p.name}, sm{p.major}{p.minor}, {p.total_memory / GIB:.1f} GiB, "
                       f"{p.multi_processor_count} multiprocessors",
                       "kernels are written for sm80 and later: sites are left to Inductor" if old else None)
+        yield Finding("devices", f"cuda:{i} configurations", tuned.about(p.name))
 
 
 def _interfaces() -> Iterator[Finding]:

@@ -132,12 +132,13 @@ class Report:
         return [k for g in self.graphs for p in g.passes for k in p.kernels]
 
     def count(self, kind: str, what: str = "matched", executed: bool = False) -> int:
-        """Number of sites of a kind: "modulate", "gate", or the name of a registered rule.
+        """Number of sites of a kind: "modulate", "gate", "rotary", or the name of a registered rule.
 
         what: "matched" counts rewritten and declined ones, "rewritten" and "declined" one of them.
         executed: count a graph's sites once per call of the graph instead of once.
         """
-        known = {"modulate", "gate", *(s.kind for s in self.sites), *(r.name for r in user_rules.registered())}
+        known = {"modulate", "gate", "rotary", *(s.kind for s in self.sites)}
+        known |= {r.name for r in user_rules.registered()}
         if kind not in known:
             remedy = f"use one of {', '.join(map(repr, sorted(known)))}"
             raise ConfigError(f"unknown kind of site {kind!r}", remedy=remedy)

@@ -241,16 +241,8 @@ def predict(match: Match) -> Prediction:
     value = ops_view.value(match.root)
     if value is None or match.replacement is None:
         raise ValueError("a match without a known shape")
-    ours, theirs = site_cost.predict(match.replacement.fusion, *rows_and_width(value), needs_grad(match))
-    return Prediction(ours, theirs)
-
-
-def rows_and_width(value: torch.Tensor) -> tuple[int, int, int]:
-    """(rows, D, bytes per element) of an activation; symbolic sizes count as they were traced."""
-    rows = 1
-    for size in value.shape[:-1]:
-        rows *= _compat.size_hint(size)
-    return rows, _compat.size_hint(value.shape[-1]), value.dtype.itemsize
+    D = _compat.size_hint(value.shape[-1])  # symbolic sizes count as they were traced
+    return Prediction(*site_cost.predict(match.replacement.fusion, traffic.fused(match), D, needs_grad(match)))
 
 
 def _kernels(

@@ -20,7 +20,7 @@ from graphopt.passes import ops_view
 
 aten = torch.ops.aten
 SDPA = (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
-_SOFTMAX = {torch.softmax, F.softmax, torch.nn.functional.softmax, aten._softmax.default, aten.softmax.int}
+_SOFTMAX = {torch.softmax, F.softmax, aten._softmax.default, aten.softmax.int}
 _MATMUL = {torch.matmul, torch.bmm, operator.matmul, aten.bmm.default, aten.matmul.default}
 DROPOUT = {F.dropout, torch.dropout, aten.dropout.default}
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -145,8 +145,9 @@ def _leads_to_product(node: Any) -> bool:
 
 
 def _one_number(node: Any) -> bool:
+    """Is it a number that is computed in the graph?"""
     v = ops_view.value(node)
-    return v is None or v.numel() == 1 if not isinstance(v, torch.Tensor) or v.dim() == 0 else False
+    return isinstance(node, Node) and (v is None or v.dim() == 0)
 
 
 def _product(node: Any) -> tuple[Node, Node, float] | None:

@@ -42,7 +42,7 @@ _KEEPS = {
     "linear", "sin", "cos", "tanh", "sigmoid", "exp", "rsqrt", "sqrt", "softmax", "masked_fill", "where", "clamp",
     "contiguous", "clone", "detach", "empty_like", "zeros_like", "ones_like", "to", "float", "half", "bfloat16",
     "double", "type_as", "type", "addcmul", "square", "addcdiv", "log", "abs", "lerp", "softplus",
-    "native_layer_norm", "leaky_relu", "mish", "hardswish", "elu", "reciprocal", "erf", "view_as_real",
+    "native_layer_norm", "leaky_relu", "mish", "hardswish", "elu", "reciprocal", "erf",
 }
 
 
@@ -58,6 +58,17 @@ class Axes:
         for node in out.all_input_nodes:
             for dim in self.of.get(node) or []:
                 self.outputs |= {a for f in dim for a in leaves(f.axis) if a is not None}
+
+    def witness(self, graph: fx.Graph, factor: Factor) -> tuple[Node, int] | None:
+        """A node of a graph one of whose dimensions is just this factor: where its size can be read."""
+        for node in graph.nodes:
+            dims = self.of.get(node)
+            if not isinstance(dims, list) or (dims and isinstance(dims[0], _Tuple)):
+                continue
+            for i, dim in enumerate(dims):
+                if len(dim) == 1 and dim[0].axis == factor.axis and ops_view.same_size(dim[0].size, factor.size):
+                    return node, i
+        return None
 
     def _run(self, gm: fx.GraphModule, given: list[Any] | None) -> Any:
         """Follow one graph; the axes of its result."""

@@ -31,6 +31,9 @@ RULES: tuple[Rule, ...] = (
     gate_residual.RULE,
 )
 
+# passes that run only when asked for; they are switched off like a rule
+EXPERIMENTAL = frozenset({"norm_rotate", "column_sums", "gradient_addends"})
+
 
 def every() -> tuple[Rule, ...]:
     """The rules users registered, then those of graphopt."""

@@ -95,6 +95,10 @@ class LowerVideoAttention:
         record = PassRecord(self.name, sum(len(g.graph.nodes) for g in graphs))
         noted = {n: n.meta.pop(NOTE) for g in graphs for n in g.graph.nodes if NOTE in n.meta}
         chosen = self._selected(list(noted.values()), record) if self.request is not None else []
+        if self.request is not None and noted and not chosen:
+            some = next(iter(noted.values()))
+            why = some.reason or f"the selection is {', '.join(self.request.select)}"
+            context.warn(f"graphopt.dsa selects no attention of this graph; {some.fqn or 'one'} is {some.kind}: {why}")
         for g in graphs:
             here = {n: s for n, s in noted.items() if n.graph is g.graph}
             marked = _marked(g, here)
@@ -215,6 +219,11 @@ def _lower_requested(gm: fx.GraphModule, site: Attention, request: Request) -> S
             remedy="pass it, \"grid\": (T, H, W) after patching; or compile the whole model, if it takes a latent "
             "[B, C, T, H, W]; where each layer is a graph (graphopt.stream, graphopt.regions) use graphopt.dsa.convert",
         )
+    if request.grid is None and site.sizes and all(s is not None for s in site.sizes):
+        with gm.graph.inserting_before(site.node):
+            read = Emitter(gm.graph, site.node)
+            sizes = tuple(read(torch.ops.aten.sym_size.int, *s) for s in site.sizes)  # type: ignore[misc]
+        return _put(gm, site, request, None, sizes)
     shown = None if site.grid is None else tuple(_as_int(n) for n in site.grid)
     if request.grid is not None and shown is not None and tuple(request.grid) != shown:
         raise ConfigError(f"graphopt.dsa: the grid {tuple(request.grid)} is not the graph's, {shown}",
@@ -223,7 +232,7 @@ def _lower_requested(gm: fx.GraphModule, site: Attention, request: Request) -> S
 
 
 def _as_int(size: Any) -> int:
-    """A size as a number: the windows of a graph are fixed to the grid it was traced with."""
+    """A size as a number: inside a checkpoint a symbol cannot be read, and the graph is fixed to its grid."""
     return int(size)
 
 

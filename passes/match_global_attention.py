@@ -38,6 +38,7 @@ class Site:
     fqn: the module that owns it.  kind: see above.  tokens: of the queries, text included.  grid: (T, H, W) where the
     graph shows it, else None.  text, text_first: text tokens of a joint sequence (None: not known without the grid) and
     whether they stand before the video's.  text_mask: the mask selects keys alone, of which text ones may be hidden.
+    sizes: nodes of its graph, each with the dimension that has the grid's size; None where it cannot be read there.
     reason: why sliding attention cannot take its place, None if it can.
     """
 
@@ -57,6 +58,7 @@ class Site:
     text_first: bool = False
     text_mask: bool = False
     reason: str | None = None
+    sizes: tuple[tuple[Node, int] | None, ...] = ()
     parts: tuple[Size, ...] = ()  # sizes of the parts of a joint sequence whose grid is not in the graph
 
     @property
@@ -84,6 +86,8 @@ def _site(a: Attention, gm: fx.GraphModule, axes: Axes) -> Site:
     site = replace(site, kind=kind, **extra)
     if site.kind in GLOBAL:
         site = _limits(site)
+        if any(not isinstance(n, int) for n in site.grid or ()):
+            site = replace(site, sizes=tuple(axes.witness(gm.graph, f) for f in _video_part(of_q)))
     return site if site.reason is not None or site.kind in GLOBAL else replace(site, reason=REASONS[site.kind])
 
 
@@ -122,6 +126,12 @@ def _kind(site: Site, of_q: Dim, of_k: Dim, outputs: set[Axis]) -> tuple[str, di
         text = text * f.size
     joint = {"grid": grid, "text": text, "text_first": video[0] == 1, "text_mask": a.mask is not None}
     return ("joint" if a.mask is None or _selects_keys(site) else "masked"), joint
+
+
+def _video_part(of_q: Dim) -> Dim:
+    """The factors (T, H, W) of a sequence that holds a video."""
+    parts = of_q[0].parts if len(of_q) == 1 and of_q[0].parts is not None else [of_q]
+    return next(p for p in parts if _is_video(p))
 
 
 def _other(site: Site, of_q: Dim, parts: list[Dim], outputs: set[Axis]) -> tuple[str, dict[str, Any]]:

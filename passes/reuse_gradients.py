@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from graphopt import _compat_triton
-from graphopt.passes.freeing_order import base, last_readers, nbytes
+from graphopt._compat import statically_true
+from graphopt.passes.freeing_order import base, last_readers
 
 # results of a backward kernel, and the arguments whose memory they may take, the first that fits
 RESULTS = ("DX", "DBRANCH")
@@ -50,7 +51,7 @@ def reuse(graph: fx.Graph) -> int:
 def dies(value: fx.Node, reader: fx.Node, last: dict[fx.Node, fx.Node]) -> bool:
     """Is `value` the whole of some memory that is no input of the graph, and that nothing reads after `reader`?"""
     memory = base(value)
-    return fresh(memory) and nbytes(memory) == nbytes(value) and last.get(memory) is reader
+    return fresh(memory) and last.get(memory) is reader and same_size(memory, value)
 
 
 def fresh(node: fx.Node) -> bool:
@@ -64,9 +65,18 @@ def fresh(node: fx.Node) -> bool:
     return schema is not None and all(r.alias_info is None for r in schema.returns)
 
 
-def same_form(a: fx.Node, b: fx.Node) -> bool:
-    """Same dtype, shape and strides, all known."""
+def same_size(a: fx.Node, b: fx.Node) -> bool:
+    """Have two tensors the same dtype and number of elements, for certain?"""
     x, y = a.meta.get("val"), b.meta.get("val")
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
-    return (x.dtype, tuple(x.shape), x.stride()) == (y.dtype, tuple(y.shape), y.stride())
+    return x.dtype == y.dtype and statically_true(x.numel() == y.numel())
+
+
+def same_form(a: fx.Node, b: fx.Node) -> bool:
+    """Have two tensors the same dtype, shape and strides, for certain?  Adds no guard when they are symbolic."""
+    if not same_size(a, b):
+        return False
+    x, y = a.meta["val"], b.meta["val"]
+    pairs = [*zip(x.shape, y.shape), *zip(x.stride(), y.stride())]
+    return x.dim() == y.dim() and all(statically_true(p == q) for p, q in pairs)

@@ -32,7 +32,9 @@ def fused(match: Match) -> dict[str, int]:
     if replacement is None:
         raise ValueError("a match was not accepted")
     inputs = [(replacement.views.get(name) or [n])[0] for name, n in replacement.inputs.items() if n is not None]
-    into, out = sum(map(size, inputs)), sum(map(size, replacement.results))
+    # two nodes may stand for one result (h before and after a cast that keeps its values)
+    results = {position: size(node) for node, position in replacement.results.items()}
+    into, out = sum(map(size, inputs)), sum(results.values())
     backward = out + 2 * into  # cotangents in, what was saved in, gradients out
     if replacement.attributes.get("norm") == "none" and (x := replacement.inputs.get("x")) is not None:
         backward -= 2 * size(x)  # the residual is not saved, and its gradient is the cotangent

@@ -36,7 +36,7 @@ class Walk:
     """How a convolution kernel is cut: a warp per strip, walked along t; a block of strips per program."""
 
     strip: head_emit.Strip  # tokens of a thread, (h, w)
-    block: tuple[int, int]  # strips of a program, (h, w): a square one shares more of its border in L1
+    block: tuple[int, int]  # strips of a program, (h, w)
     programs: int  # a plane is spread over at most this many
     words: int = 32  # pairs of channels: one a thread
 
@@ -58,16 +58,17 @@ class Product:
     programs: int = 1
 
 
-FORWARD = Walk((2, 4), (2, 2), 1 << 20)
+FORWARD = Walk((2, 4), (1, 4), 1 << 20)
 BACKWARD = Walk((1, 4), (2, 2), 96)
-LINEAR = Product(128, 64, 4, 3)
+LINEAR = Product(64, 64, 4, 4)
 SLOPE = Product(64, 64, 4, 2, 44)
 
 
 def source_hash() -> str:
     """Twelve hex digits over this file and the kernels."""
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("head.py", "head_emit.py", "head_kernels.py"))
+    names = ("head.py", "head_emit.py", "head_kernels.py", "device.py")
+    text = b"".join((folder / name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]
 
 
@@ -248,10 +249,14 @@ def operator(engine: str) -> Any:
     return _OPERATORS[engine]
 
 
+def fits(x: Tensor, out: int) -> bool:
+    """Have the kernels a form for this input?  bf16 and fp16, channels in pairs."""
+    return x.dtype.itemsize == 2 and x.shape[-1] % 2 == 0 and out <= MAX_OUT
+
+
 def pick(x: Tensor, out: int) -> str:
-    """The engine for an input: kernels for bf16 and fp16 on a GPU, channels in pairs."""
-    fits = x.dtype.itemsize == 2 and x.shape[-1] % 2 == 0 and out <= MAX_OUT
-    return "triton" if x.device.type == "cuda" and fits else "reference"
+    """The engine for an input on its device."""
+    return "triton" if x.device.type == "cuda" and fits(x, out) else "reference"
 
 
 def offset_head(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor,

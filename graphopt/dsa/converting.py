@@ -91,6 +91,10 @@ def _refuse(model: nn.Module) -> None:
     if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
         raise ConfigError("the model, or a part of it, is compiled", where=name,
                           remedy="call convert first, torch.compile after it")
+    ring = next((n for n, m in model.named_modules() if context_parallel(m)), None)
+    if ring is not None:
+        raise ConfigError("context parallelism splits the sequence over ranks; windows cross the cuts", where=ring,
+                          remedy="use FSDP2 or data parallelism: sliding attention is linear in tokens")
     held = {id(p): n for n, p in model.named_parameters()}
     for n, p in model.named_parameters():
         if entry_of(p) is not None:
@@ -104,6 +108,11 @@ def _refuse(model: nn.Module) -> None:
             raise ConfigError(
                 f"{type(optimizer).__name__} was made before convert, so it would never train the offset heads",
                 where=theirs, remedy="call convert first, then make the optimizer (handle.parameters() are its heads')")
+
+
+def context_parallel(module: nn.Module) -> bool:
+    """Did diffusers' `enable_parallelism` give an attention module a part of the sequence (ring, Ulysses)?"""
+    return getattr(getattr(module, "processor", None), "_parallel_config", None) is not None
 
 
 def _optimizers() -> Iterable[torch.optim.Optimizer]:

@@ -66,6 +66,9 @@ class Sliding:
 def _video_part(head: OffsetHead, x: Tensor, grid: Grid) -> Tensor:
     """The video's tokens of the hidden states [B, N, C]."""
     video = grid[0] * grid[1] * grid[2]
+    if x.is_nested:
+        raise ConfigError("packed (nested) sequences have no grid", where=head.fqn,
+                          remedy="give each grid a batch of its own")
     if x.dim() != 3 or x.shape[-1] != head.channels:
         raise ConfigError(f"the input is {list(x.shape)}, not [B, N, {head.channels}]", where=head.fqn,
                           remedy="convert modules whose first argument is the hidden states")

@@ -13,7 +13,7 @@ from graphopt import _compat
 from graphopt import config as settings
 from graphopt.codegen.dsa.reference import effective_window
 from graphopt.dsa import costs
-from graphopt.dsa.converting import head_count, input_layer
+from graphopt.dsa.converting import context_parallel, head_count, input_layer
 from graphopt.dsa.options import DSAConfig
 from graphopt.inspecting.capture import Captured, capture
 from graphopt.passes import match_global_attention
@@ -114,6 +114,9 @@ def plan(model: nn.Module, *args: Any, config: DSAConfig | None = None, target: 
     rows = [_row(site, config, target, force) for g in found.graphs for site in match_global_attention.find(g.before)]
     names = [n for n, _ in model.named_modules()] if isinstance(model, nn.Module) else []
     rows = [replace(r, owner=_full(r.owner, names)) for r in rows]
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    rows = [replace(r, reason="context parallelism splits the sequence over ranks")
+            if r.reason is None and r.owner in modules and context_parallel(modules[r.owner]) else r for r in rows]
     rows += _missing(model, found, {r.owner for r in rows})
     return Plan(rows, config, type(model).__name__, found.breaks)
 

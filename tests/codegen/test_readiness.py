@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from graphopt.codegen import compiler, emit_base, readiness
-from graphopt.codegen.configure import configure, cut
+from graphopt.codegen.configure import closed_form, cut
 from graphopt.codegen.emit import emit
 from graphopt.codegen.examples import example
 from graphopt.codegen.form import OPERANDS
@@ -65,7 +65,7 @@ def test_six_dimensions_that_do_not_merge_compile(target: str) -> None:
 def test_more_shared_memory_than_the_target_has_is_an_error(monkeypatch) -> None:
     """Triton compiles such a kernel for a GPU that is not here; only a launch would fail."""
     (spec,) = [s for s in readiness.specs(values(5120), ATTRIBUTES, True) if s.direction == "backward"]
-    unit = compiler.unit_of(spec, configure(spec), emit(spec, configure(spec)))
+    unit = compiler.unit_of(spec, closed_form(spec), emit(spec, closed_form(spec)))
     assert compiler.shared().compile(unit, "sm90").shared > 32 * 1024
     monkeypatch.setattr(compiler, "shared_limit", lambda target: 32 * 1024)
     with pytest.raises(CodegenError, match=r"needs \d+ bytes of shared memory; sm90 has 32768"):

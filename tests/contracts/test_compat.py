@@ -373,6 +373,10 @@ def test_functional_kernel_calls_name_their_kernel_and_arguments() -> None:
     def copy_rows(X, Y):
         pass
 
+    @triton.jit
+    def scale_rows(X, X2, Y, N):
+        pass
+
     graph = torch.fx.Graph()
     x, y, z = (graph.placeholder(name) for name in "xyz")
     kwargs = dict(kernel_idx=kernel_side_table.add_kernel(copy_rows), constant_args_idx=0, grid=[(1,)],
@@ -385,3 +389,15 @@ def test_functional_kernel_calls_name_their_kernel_and_arguments() -> None:
     _compat_triton.set_triton_argument(node, "Y", z)
     assert _compat_triton.triton_call(node).arguments == {"X": x, "Y": z}
     assert not y.users
+    assert (found.kernel, found.written, found.read) == (copy_rows, ("Y",), {"X": x})
+    # another kernel in its place, with one more tensor
+    fresh = graph.call_function(triton_kernel_wrapper_functional, (), {**kwargs, "kwargs": {"X": x, "Y": y, "N": 7}})
+    _compat_triton.replace_kernel(fresh, scale_rows, 4, {"X": z, "X2": x})
+    call = _compat_triton.triton_call(fresh)
+    assert (call.kernel, call.arguments) == (scale_rows, {"X": z, "X2": x, "Y": y, "N": 7})
+    assert fresh.kwargs["grid"] == [(1,)]
+    added = _compat_triton.add_triton_call(graph, copy_rows, 4, (3,), {"X": x, "Y": y}, ["Y"])
+    call = _compat_triton.triton_call(added)
+    assert (call.name, call.written, call.read) == ("copy_rows", ("Y",), {"X": x})
+    (config,) = kernel_side_table.get_kernel(added.kwargs["kernel_idx"]).configs
+    assert config.num_warps == 4

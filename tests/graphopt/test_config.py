@@ -88,3 +88,13 @@ def test_it_reaches_the_user_through_torch() -> None:
 def test_mode_keyword_of_torch_compile() -> None:
     f = torch.compile(lambda x: x + 1, backend="graphopt", mode="reduce-overhead")
     assert torch.equal(f(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_experimental_passes_are_asked_for_by_name() -> None:
+    assert config.parse(None, {})[0].experimental == ()
+    asked, _ = config.parse(None, {"graphopt.experimental": ["norm_rotate", "column_sums"]})
+    assert asked.experimental == ("norm_rotate", "column_sums")
+    with pytest.raises(ConfigError, match="did you mean 'norm_rotate'"):
+        config.parse(None, {"graphopt.experimental": ["norm_rotat"]})
+    with pytest.raises(ConfigError, match="unknown rule 'gradient_addends'"):
+        config.parse(None, {"graphopt.rules": ["gradient_addends"]})

@@ -150,39 +150,5 @@ def test_offset_head(grid, C) -> None:
     dy = torch.randn_like(y)
     first, again = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
     for a, b, c in zip(first, torch.autograd.grad(Y, wide, dy.double()), again):
-        assert relative(a, b) < 6e-3
+        assert relative(a, b) < 8e-3
         assert torch.equal(a, c)
-
-
-def test_why_the_operator_is_opaque(monkeypatch) -> None:
-    """As a triton_op the backward would copy q, k, v and dy for every launch of `taps`, and be a graph per resolution.
-
-    Torch cannot see what inline assembly writes, so it takes every tensor of that kernel for written.
-    """
-    from types import SimpleNamespace
-
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from graphopt.codegen.dsa import kernels, lattice, spec
-
-    visible = torch.library.wrap_triton
-    for name in ("row_sums", "tile_reach", "spread", "query_boxes", "gather"):
-        monkeypatch.setattr(lattice, name, visible(getattr(lattice, name)))
-    grid, window = (3, 4, 5), (2, 3, 3)
-    module = kernels.fused(window, False, True)
-    monkeypatch.setattr(kernels, "fused", lambda *_a: SimpleNamespace(
-        taps=visible(module.taps), expand=visible(module.expand)))
-    q, k, v, dy = (make(1, 2, 60, 64) for _ in range(4))
-    offsets, lse = make(1, 2, 60, 3, dtype=torch.float32), make(1, 2, 60, dtype=torch.float32)
-
-    def launches():
-        call = lambda *x: kernels.backward(x[0], None, *x[1:], grid, window, 0.1)[0]
-        graph = make_fx(torch.func.functionalize(call))(dy, q, k, v, offsets, torch.empty_like(q), lse).graph
-        return [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
-
-    copied = [set(n.kwargs["tensors_to_clone"]) for n in launches()]
-    assert any({"Q", "K", "V", "DY"} <= names for names in copied)
-    assert sum("Q" in names for names in copied) == 1  # only there
-    count = len(copied)
-    monkeypatch.setattr(spec, "SCRATCH_BYTES", 1)  # as a larger grid would: fewer heads at once
-    assert len(launches()) > count

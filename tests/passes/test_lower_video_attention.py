@@ -114,8 +114,7 @@ def test_written_out_attention_slides_like_sdpa(spelling: str) -> None:
     assert_equal(got, run(twin, twin, x), 1e-6)
 
 
-@pytest.mark.parametrize("text", ["first", "last"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("text", "checkpointing"), [("first", False), ("last", True)])
 def test_text_joins_and_may_be_hidden(text: str, checkpointing: bool) -> None:
     model = tiny_video.TinyVideo(2, text=text)
     model.checkpointing = checkpointing
@@ -153,6 +152,14 @@ def test_select_and_keep_dense() -> None:
     f = compiled(model, {"window": WINDOW, "select": "blocks.*.attn", "keep_dense": (0, -1)})
     f(x)
     assert slid(f) == [("blocks.1.attn", "rewritten")]
+
+
+def test_a_selection_that_selects_nothing_is_told() -> None:
+    model, x = tiny_video.TinyVideo(1), tiny_video.latent()
+    f = compiled(model, {"window": WINDOW, "select": "layers.*"})
+    f(x)
+    assert slid(f) == []
+    assert any("selects no attention" in n and "layers.*" in n for n in graphopt.report(f).graphs[0].notes)
 
 
 def test_a_window_over_the_grid_changes_nothing() -> None:
@@ -196,6 +203,23 @@ def test_a_wrong_grid_beside_a_visible_one() -> None:
 def test_keep_dense_in_a_graph_of_one_layer() -> None:
     with pytest.raises(Exception, match="this graph holds one"):
         compiled(tiny_video.TinyVideo(1), {"window": WINDOW, "keep_dense": (0,)})(tiny_video.latent())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("text", [None, "first"])
+def test_one_graph_for_all_grids(text: str | None) -> None:
+    """With dynamic shapes the grid's sizes are read from the latent inside the graph."""
+    from torch._dynamo.utils import counters
+
+    model = tiny_video.TinyVideo(1, text=text)
+    twin = zero_offsets(model, window=(3, 3, 3))
+    f = torch.compile(model, backend="graphopt", dynamic=True, fullgraph=True,
+                      options={**AOT, "graphopt.dsa": {"window": (3, 3, 3)}})
+    counters.clear()
+    for grid in ((4, 4, 5), (5, 6, 7), (4, 6, 8)):
+        inputs = [tiny_video.latent(2, *grid)] + ([torch.randn(2, 6, 16)] if text else [])
+        assert_equal(run(f, model, *inputs), run(twin, twin, *inputs), 1e-7)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 class Broken(tiny_video.Attention):

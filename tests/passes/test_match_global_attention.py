@@ -21,7 +21,7 @@ KINDS = json.loads((Path(zoo.__file__).parent / "attention_kinds.json").read_tex
 MODELS = [n for n in KINDS if n != "about"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n == "allegro" else n for n in MODELS])
 def test_every_attention_is_classified_as_in_the_source(name: str) -> None:
     table = KINDS[name]
     expected = {r["owner"].format(i): r for r in table["rows"] for i in range(table["blocks"])}

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat_triton
+from graphopt._compat import size_hint
 from graphopt.codegen import operators
 from graphopt.passes.reuse_gradients import reuse
 
@@ -40,7 +41,7 @@ def call(fusion: str, *single, modulation=(), outputs="scale+shift", norm="layer
 CALLS = {f: operators.operator(f, "triton") for f in ("norm_modulate", "gate_norm_modulate")}
 
 
-def backward_graph(f, *inputs) -> fx.GraphModule:
+def backward_graph(f, *inputs, dynamic: bool = False) -> fx.GraphModule:
     """The backward graph of f as AOTAutograd gives it to Inductor."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -50,14 +51,20 @@ def backward_graph(f, *inputs) -> fx.GraphModule:
     def compile_(gm, _inputs):
         graphs.append(gm)
         out = next(n for n in gm.graph.nodes if n.op == "output").args[0]
-        values = [n.meta["val"] if isinstance(n, fx.Node) else None for n in out]
-        return make_boxed_func(lambda *args: [
-            torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v for v in values])
+        values = [concrete(n.meta["val"]) if isinstance(n, fx.Node) else None for n in out]
+        return make_boxed_func(lambda *args: values)
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=compile_, bw_compiler=compile_, partition_fn=min_cut_rematerialization_partition)
-    torch.compile(f, backend=backend, fullgraph=True, dynamic=False)(*inputs).backward()
+    torch.compile(f, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs).backward()
     return graphs[-1]
+
+
+def concrete(value):
+    """Zeros where the graph has a tensor, a number where it has a symbol: of the sizes it was traced with."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros([size_hint(s) for s in value.shape], dtype=value.dtype)
+    return size_hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def inputs():
@@ -71,11 +78,12 @@ def calls(gm: fx.GraphModule) -> list[tuple[fx.Node, _compat_triton.TritonCall]]
     return [(n, c) for n, c in found if c is not None and c.name.endswith("_backward")]
 
 
-def test_dx_takes_the_place_of_a_gradient_that_dies() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dx_takes_the_place_of_a_gradient_that_dies(dynamic: bool) -> None:
     def f(x, branch, g, s, b, w):
         return (call("norm_modulate", x @ w, modulation=(s, b))[5] @ w).float().square().sum()
 
-    gm = backward_graph(f, *inputs())
+    gm = backward_graph(f, *inputs(), dynamic=dynamic)
     ((node, before),) = calls(gm)
     assert before.arguments["DX"].target is torch.ops.aten.empty.memory_format
     assert reuse(gm.graph) == 1

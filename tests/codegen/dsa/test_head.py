@@ -41,7 +41,7 @@ def test_gradcheck_and_opcheck() -> None:
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(("grid", "C", "out", "dtype"), [
-    ((3, 3, 4), 20, 6, torch.float16), ((1, 2, 5), 70, 3, torch.bfloat16), ((2, 3, 9), 8, 3, torch.float16)])
+    ((3, 3, 3), 20, 6, torch.float16), ((1, 2, 5), 70, 3, torch.bfloat16), ((2, 2, 5), 8, 3, torch.float16)])
 def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
     if out == 6:  # several tiles of a plane per program
         monkeypatch.setattr(head, "BACKWARD", head.Walk((1, 2), (1, 2), 2))
@@ -50,7 +50,7 @@ def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
     wide = [t.double() for t in (x, *rest)]
     y, u = head.triton_forward(x, *rest, *grid)
     Y, kept = head.reference_forward(*wide, *grid)
-    limit = 4e-3 if dtype == torch.bfloat16 else 6e-4
+    limit = 7e-3 if dtype == torch.bfloat16 else 1e-3  # u, z and dy are rounded, as by eager layers
     error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
     assert y.dtype == torch.float32
     assert error(u, head._convolve(*wide[:3], *grid)) < limit
@@ -63,3 +63,23 @@ def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
     for a, b, c in zip(got, want, again):
         assert error(a, b) < limit
         assert torch.equal(a, c)
+
+
+@pytest.mark.kernel
+def test_inputs_that_are_not_whole_words_are_copied(device) -> None:
+    grid, C = (2, 2, 3), 8
+    wide, *rest = sample(grid, C + 1, 3, dtype=torch.float16, device=device)
+    rest = [t[:C] if t.shape[0] == C + 1 else t[:, :C] if t.dim() == 2 else t for t in rest]
+    x = wide[..., 1:]  # starts in the middle of a word
+    y, u = head.triton_forward(x, *rest, *grid)
+    same = head.triton_forward(x.contiguous(), *rest, *grid)
+    assert torch.equal(y, same[0])
+    assert torch.equal(u, same[1])
+
+
+def test_odd_channels_and_wide_outputs_are_left_to_torch() -> None:
+    for C, out, dtype, engine in ((32, 36, torch.bfloat16, "triton"), (31, 36, torch.bfloat16, "reference"),
+                                  (32, 200, torch.bfloat16, "reference"), (32, 36, torch.float32, "reference")):
+        x = torch.empty(1, 4, C, dtype=dtype, device="meta")
+        assert head.pick(x, out) == "reference"  # no GPU
+        assert head.fits(x, out) == (engine == "triton")

@@ -3,23 +3,12 @@ import triton.language as tl
 
 
 @triton.jit
-def branch_norm_gate_norm_modulate_forward(X, BRANCH, GATE, BRANCH_WEIGHT, SCALE, SHIFT, H, Y, RSTD, BRANCH_RSTD, N, gate_g, scale_g, shift_g):
-    row = tl.program_id(0).to(tl.int64)
-    group = row // N
+def branch_norm_gate_norm_modulate_forward(X, BRANCH, GATE, BRANCH_WEIGHT, SCALE, SHIFT, H, Y, RSTD, BRANCH_RSTD, N, P, gate_g, scale_g, shift_g):
+    group = tl.program_id(0).to(tl.int64) // P
+    first = (tl.program_id(0) % P) * 4
     c_0 = tl.arange(0, 1024)
     c_1 = 1024 + tl.arange(0, 1024)
     c_2 = 2048 + tl.arange(0, 256)
-    x_0 = tl.load(X + row * 2304 + c_0).to(tl.float32)
-    branch_0 = tl.load(BRANCH + row * 2304 + c_0).to(tl.float32)
-    x_1 = tl.load(X + row * 2304 + c_1).to(tl.float32)
-    branch_1 = tl.load(BRANCH + row * 2304 + c_1).to(tl.float32)
-    x_2 = tl.load(X + row * 2304 + c_2).to(tl.float32)
-    branch_2 = tl.load(BRANCH + row * 2304 + c_2).to(tl.float32)
-    centred_0 = branch_0
-    centred_1 = branch_1
-    centred_2 = branch_2
-    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.00043402777777777775
-    branch_rstd = 1.0 / tl.sqrt(variance + 1e-06)
     gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
     square = gate_0 * gate_0
     series = gate_0 + gate_0 * square * (-0.3333333333333333 + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * (0.021869488536155203 + square * (-0.008863235529902197 + square * (0.003592128036572481 + square * -0.0014558343870513183))))))
@@ -27,6 +16,8 @@ def branch_norm_gate_norm_modulate_forward(X, BRANCH, GATE, BRANCH_WEIGHT, SCALE
     far = (1.0 - shrunk) / (1.0 + shrunk)
     gate_0 = tl.where(square < 0.25, series, tl.where(gate_0 < 0.0, -far, far))
     branch_weight_0 = tl.load(BRANCH_WEIGHT + c_0).to(tl.float32)
+    gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
+    shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
     gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
     square = gate_1 * gate_1
     series = gate_1 + gate_1 * square * (-0.3333333333333333 + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * (0.021869488536155203 + square * (-0.008863235529902197 + square * (0.003592128036572481 + square * -0.0014558343870513183))))))
@@ -34,6 +25,8 @@ def branch_norm_gate_norm_modulate_forward(X, BRANCH, GATE, BRANCH_WEIGHT, SCALE
     far = (1.0 - shrunk) / (1.0 + shrunk)
     gate_1 = tl.where(square < 0.25, series, tl.where(gate_1 < 0.0, -far, far))
     branch_weight_1 = tl.load(BRANCH_WEIGHT + c_1).to(tl.float32)
+    gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
+    shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
     gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
     square = gate_2 * gate_2
     series = gate_2 + gate_2 * square * (-0.3333333333333333 + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * (0.021869488536155203 + square * (-0.008863235529902197 + square * (0.003592128036572481 + square * -0.0014558343870513183))))))
@@ -41,28 +34,37 @@ def branch_norm_gate_norm_modulate_forward(X, BRANCH, GATE, BRANCH_WEIGHT, SCALE
     far = (1.0 - shrunk) / (1.0 + shrunk)
     gate_2 = tl.where(square < 0.25, series, tl.where(gate_2 < 0.0, -far, far))
     branch_weight_2 = tl.load(BRANCH_WEIGHT + c_2).to(tl.float32)
-    h_0 = (x_0 + centred_0 * branch_rstd * branch_weight_0 * gate_0).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 2304 + c_0, (h_0).to(tl.bfloat16))
-    h_1 = (x_1 + centred_1 * branch_rstd * branch_weight_1 * gate_1).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 2304 + c_1, (h_1).to(tl.bfloat16))
-    h_2 = (x_2 + centred_2 * branch_rstd * branch_weight_2 * gate_2).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 2304 + c_2, (h_2).to(tl.bfloat16))
-    tl.store(BRANCH_RSTD + row, branch_rstd)
-    centred_0 = h_0
-    centred_1 = h_1
-    centred_2 = h_2
-    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.00043402777777777775
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
-    gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
-    shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
-    tl.store(Y + row * 2304 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
-    gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
-    shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
-    tl.store(Y + row * 2304 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
     gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
     shift_2 = tl.load(SHIFT + group * shift_g + c_2).to(tl.float32)
-    tl.store(Y + row * 2304 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
-    tl.store(RSTD + row, rstd)
+    for step in tl.range(first, tl.minimum(first + 4, N), num_stages=3):
+        row = group * N + tl.cast(step, tl.int64)
+        x_0 = tl.load(X + row * 2304 + c_0).to(tl.float32)
+        branch_0 = tl.load(BRANCH + row * 2304 + c_0).to(tl.float32)
+        x_1 = tl.load(X + row * 2304 + c_1).to(tl.float32)
+        branch_1 = tl.load(BRANCH + row * 2304 + c_1).to(tl.float32)
+        x_2 = tl.load(X + row * 2304 + c_2).to(tl.float32)
+        branch_2 = tl.load(BRANCH + row * 2304 + c_2).to(tl.float32)
+        centred_0 = branch_0
+        centred_1 = branch_1
+        centred_2 = branch_2
+        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.00043402777777777775
+        branch_rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        h_0 = (x_0 + centred_0 * branch_rstd * branch_weight_0 * gate_0).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 2304 + c_0, (h_0).to(tl.bfloat16))
+        h_1 = (x_1 + centred_1 * branch_rstd * branch_weight_1 * gate_1).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 2304 + c_1, (h_1).to(tl.bfloat16))
+        h_2 = (x_2 + centred_2 * branch_rstd * branch_weight_2 * gate_2).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 2304 + c_2, (h_2).to(tl.bfloat16))
+        tl.store(BRANCH_RSTD + row, branch_rstd)
+        centred_0 = h_0
+        centred_1 = h_1
+        centred_2 = h_2
+        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.00043402777777777775
+        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        tl.store(Y + row * 2304 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
+        tl.store(Y + row * 2304 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
+        tl.store(Y + row * 2304 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
+        tl.store(RSTD + row, rstd)
 
 
 @triton.jit

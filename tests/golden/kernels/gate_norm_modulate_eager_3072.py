@@ -7,29 +7,50 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     zero = tl.program_id(2)  # the grid has one dimension
     row = tl.program_id(0).to(tl.int64)
     group = row // N
-    c_0 = tl.arange(0, 1024)
-    c_1 = 1024 + tl.arange(0, 1024)
-    c_2 = 2048 + tl.arange(0, 1024)
+    c_0 = tl.arange(0, 512)
+    c_1 = 512 + tl.arange(0, 512)
+    c_2 = 1024 + tl.arange(0, 512)
+    c_3 = 1536 + tl.arange(0, 512)
+    c_4 = 2048 + tl.arange(0, 512)
+    c_5 = 2560 + tl.arange(0, 512)
     x_0 = tl.load(X + row * 3072 + c_0).to(tl.float32)
     branch_0 = tl.load(BRANCH + row * 3072 + c_0).to(tl.float32)
     x_1 = tl.load(X + row * 3072 + c_1).to(tl.float32)
     branch_1 = tl.load(BRANCH + row * 3072 + c_1).to(tl.float32)
     x_2 = tl.load(X + row * 3072 + c_2).to(tl.float32)
     branch_2 = tl.load(BRANCH + row * 3072 + c_2).to(tl.float32)
+    x_3 = tl.load(X + row * 3072 + c_3).to(tl.float32)
+    branch_3 = tl.load(BRANCH + row * 3072 + c_3).to(tl.float32)
+    x_4 = tl.load(X + row * 3072 + c_4).to(tl.float32)
+    branch_4 = tl.load(BRANCH + row * 3072 + c_4).to(tl.float32)
+    x_5 = tl.load(X + row * 3072 + c_5).to(tl.float32)
+    branch_5 = tl.load(BRANCH + row * 3072 + c_5).to(tl.float32)
     gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
     gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
     gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
+    gate_3 = tl.load(GATE + group * gate_g + c_3).to(tl.float32)
+    gate_4 = tl.load(GATE + group * gate_g + c_4).to(tl.float32)
+    gate_5 = tl.load(GATE + group * gate_g + c_5).to(tl.float32)
     h_0 = ((x_0 + ((branch_0 * gate_0).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 3072 + c_0, (h_0).to(tl.bfloat16))
     h_1 = ((x_1 + ((branch_1 * gate_1).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 3072 + c_1, (h_1).to(tl.bfloat16))
     h_2 = ((x_2 + ((branch_2 * gate_2).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 3072 + c_2, (h_2).to(tl.bfloat16))
-    mean = (tl.sum(h_0 + h_1 + h_2, 0)) * 0.0003255208333333333
+    h_3 = ((x_3 + ((branch_3 * gate_3).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 3072 + c_3, (h_3).to(tl.bfloat16))
+    h_4 = ((x_4 + ((branch_4 * gate_4).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 3072 + c_4, (h_4).to(tl.bfloat16))
+    h_5 = ((x_5 + ((branch_5 * gate_5).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    tl.store(H + row * 3072 + c_5, (h_5).to(tl.bfloat16))
+    mean = (tl.sum(h_0 + h_1 + h_2 + h_3 + h_4 + h_5, 0)) * 0.0003255208333333333
     centred_0 = h_0 - mean
     centred_1 = h_1 - mean
     centred_2 = h_2 - mean
-    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2, 0)) * 0.0003255208333333333
+    centred_3 = h_3 - mean
+    centred_4 = h_4 - mean
+    centred_5 = h_5 - mean
+    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3 + centred_4 * centred_4 + centred_5 * centred_5, 0)) * 0.0003255208333333333
     rstd = 1.0 / tl.sqrt(variance + 1e-06)
     gain_0 = (1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
@@ -40,6 +61,15 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     gain_2 = (1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_2 = tl.load(SHIFT + group * shift_g + c_2).to(tl.float32)
     tl.store(Y + row * 3072 + c_2, (((((centred_2 * rstd).to(tl.bfloat16).to(tl.float32) * gain_2)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_2).to(tl.bfloat16))
+    gain_3 = (1.0 + tl.load(SCALE + group * scale_g + c_3).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    shift_3 = tl.load(SHIFT + group * shift_g + c_3).to(tl.float32)
+    tl.store(Y + row * 3072 + c_3, (((((centred_3 * rstd).to(tl.bfloat16).to(tl.float32) * gain_3)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_3).to(tl.bfloat16))
+    gain_4 = (1.0 + tl.load(SCALE + group * scale_g + c_4).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    shift_4 = tl.load(SHIFT + group * shift_g + c_4).to(tl.float32)
+    tl.store(Y + row * 3072 + c_4, (((((centred_4 * rstd).to(tl.bfloat16).to(tl.float32) * gain_4)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_4).to(tl.bfloat16))
+    gain_5 = (1.0 + tl.load(SCALE + group * scale_g + c_5).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    shift_5 = tl.load(SHIFT + group * shift_g + c_5).to(tl.float32)
+    tl.store(Y + row * 3072 + c_5, (((((centred_5 * rstd).to(tl.bfloat16).to(tl.float32) * gain_5)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_5).to(tl.bfloat16))
     tl.store(MEAN + row, mean)
     tl.store(RSTD + row, rstd)
 

@@ -3,29 +3,37 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_modulate_forward(X, SCALE, Y, RSTD, N, P, scale_g):
-    group = tl.program_id(0).to(tl.int64) // P
-    first = (tl.program_id(0) % P) * 4
-    c_0 = tl.arange(0, 1024)
-    c_1 = 1024 + tl.arange(0, 1024)
-    c_2 = 2048 + tl.arange(0, 256)
+def norm_modulate_forward(X, SCALE, Y, RSTD, N, scale_g):
+    row = tl.program_id(0).to(tl.int64)
+    group = row // N
+    c_0 = tl.arange(0, 512)
+    c_1 = 512 + tl.arange(0, 512)
+    c_2 = 1024 + tl.arange(0, 512)
+    c_3 = 1536 + tl.arange(0, 512)
+    c_4 = 2048 + tl.arange(0, 256)
+    x_0 = tl.load(X + row * 2240 + c_0).to(tl.float32)
+    x_1 = tl.load(X + row * 2240 + c_1).to(tl.float32)
+    x_2 = tl.load(X + row * 2240 + c_2).to(tl.float32)
+    x_3 = tl.load(X + row * 2240 + c_3).to(tl.float32)
+    x_4 = tl.load(X + row * 2240 + c_4, mask=c_4 < 2240, other=0.0).to(tl.float32)
+    centred_0 = x_0
+    centred_1 = x_1
+    centred_2 = x_2
+    centred_3 = x_3
+    centred_4 = x_4
+    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3, 0) + tl.sum(centred_4 * centred_4, 0)) * 0.0004464285714285714
+    rstd = 1.0 / tl.sqrt(variance + 1e-06)
     gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
+    tl.store(Y + row * 2240 + c_0, (centred_0 * rstd * gain_0).to(tl.bfloat16))
     gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
-    gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2, mask=c_2 < 2240, other=0.0).to(tl.float32)
-    for step in tl.range(first, tl.minimum(first + 4, N), num_stages=3):
-        row = group * N + tl.cast(step, tl.int64)
-        x_0 = tl.load(X + row * 2240 + c_0).to(tl.float32)
-        x_1 = tl.load(X + row * 2240 + c_1).to(tl.float32)
-        x_2 = tl.load(X + row * 2240 + c_2, mask=c_2 < 2240, other=0.0).to(tl.float32)
-        centred_0 = x_0
-        centred_1 = x_1
-        centred_2 = x_2
-        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.0004464285714285714
-        rstd = 1.0 / tl.sqrt(variance + 1e-06)
-        tl.store(Y + row * 2240 + c_0, (centred_0 * rstd * gain_0).to(tl.bfloat16))
-        tl.store(Y + row * 2240 + c_1, (centred_1 * rstd * gain_1).to(tl.bfloat16))
-        tl.store(Y + row * 2240 + c_2, (centred_2 * rstd * gain_2).to(tl.bfloat16), mask=c_2 < 2240)
-        tl.store(RSTD + row, rstd)
+    tl.store(Y + row * 2240 + c_1, (centred_1 * rstd * gain_1).to(tl.bfloat16))
+    gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
+    tl.store(Y + row * 2240 + c_2, (centred_2 * rstd * gain_2).to(tl.bfloat16))
+    gain_3 = 1.0 + tl.load(SCALE + group * scale_g + c_3).to(tl.float32)
+    tl.store(Y + row * 2240 + c_3, (centred_3 * rstd * gain_3).to(tl.bfloat16))
+    gain_4 = 1.0 + tl.load(SCALE + group * scale_g + c_4, mask=c_4 < 2240, other=0.0).to(tl.float32)
+    tl.store(Y + row * 2240 + c_4, (centred_4 * rstd * gain_4).to(tl.bfloat16), mask=c_4 < 2240)
+    tl.store(RSTD + row, rstd)
 
 
 @triton.jit

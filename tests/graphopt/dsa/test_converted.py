@@ -112,6 +112,17 @@ def test_blocks_compiled_one_by_one_share_one_graph(checkpointing: bool) -> None
     assert counters["stats"]["unique_graphs"] <= 6
 
 
+def test_layers_compiled_once_by_regions() -> None:
+    model, x = tiny_video.TinyVideo(3), tiny_video.latent()
+    moved(model, "blocks.*.attn")
+    want = run(model, latent=x)
+    f = torch.compile(model, backend="graphopt", options={**AOT, "graphopt.regions": "auto"}, fullgraph=True)
+    assert_equal(run(model, f, latent=x), want)
+    report = graphopt.report(f)
+    assert report.graphs[0].notes == ["regions: 3 layers in 1 classes"]
+    assert report.count("video_attention", "rewritten") == 3
+
+
 @pytest.mark.nightly
 def test_whole_model_with_dynamic_shapes() -> None:
     model = tiny_video.TinyVideo(2, text="first")

@@ -121,6 +121,23 @@ def test_attention_that_cannot_slide(attend, match) -> None:
     assert isinstance(graphopt.errors.unwrap(caught.value), ConfigError)
 
 
+def test_context_parallelism() -> None:
+    """diffusers' enable_parallelism sets a processor's `_parallel_config`."""
+    model, _ = zoo.ZOO["wan"].build()
+    model.blocks[1].attn1.processor._parallel_config = object()
+    with pytest.raises(ConfigError, match="context parallelism") as caught:
+        convert(model, SMALL, select="blocks.*.attn1")
+    assert "blocks.1.attn1" in str(caught.value)
+
+
+def test_nested_sequences_are_named() -> None:
+    model = tiny()
+    convert(model, SMALL, select="blocks.*.attn", grid=(3, 4, 5))
+    packed = torch.nested.nested_tensor([torch.randn(60, 16), torch.randn(40, 16)], layout=torch.jagged)
+    with pytest.raises(ConfigError, match="packed"), graphopt.dsa.video_grid(3, 4, 5):
+        model.blocks[0].attn(packed)
+
+
 def test_packed_sequences_are_named() -> None:
     """A mask that keeps two samples of one sequence apart is no padding of text."""
     model = tiny(text="last")
