@@ -140,14 +140,16 @@ def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Sit
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
     late = [m for m in (gradient_addends, column_sums) if _name(m) in experimental(config)]
+    reuses = "reuse_gradients" not in config.disable
 
     def change(graph: fx.Graph) -> None:
         for module in late:
             module.fold(graph)
         freeing_order.free_early(graph)
-        reuse_gradients.reuse(graph)
+        if reuses:
+            reuse_gradients.reuse(graph)
 
-    names = ([(_name(m), version(m)) for m in (*late, freeing_order, reuse_gradients)], operators.source_hash())
+    names = ([(_name(m), version(m)) for m in (*late, freeing_order, reuse_gradients)], reuses, operators.source_hash())
     order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
     return {**inductor_options, _compat.POST_GRAD: order}
 

@@ -179,7 +179,7 @@ def _check_rules(option: str, names: tuple[str, ...]) -> None:
     if option.endswith("experimental"):
         known = catalogue.EXPERIMENTAL
     elif not option.endswith("rules"):
-        known |= catalogue.EXPERIMENTAL
+        known |= catalogue.EXPERIMENTAL | catalogue.LATE
     for name in names:
         if name not in known:
             remedy = _nearest(name, sorted(known))

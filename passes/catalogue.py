@@ -34,6 +34,9 @@ RULES: tuple[Rule, ...] = (
 # passes that run only when asked for; they are switched off like a rule
 EXPERIMENTAL = frozenset({"norm_rotate", "column_sums", "gradient_addends"})
 
+# what is always done to the graphs Inductor lowers: no rules, but switched off like one
+LATE = frozenset({"reuse_gradients"})
+
 
 def every() -> tuple[Rule, ...]:
     """The rules users registered, then those of graphopt."""

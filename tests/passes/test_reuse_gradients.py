@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import fx
 
-from graphopt import _compat_triton
+from graphopt import _compat, _compat_triton, backend, config
 from graphopt._compat import size_hint
 from graphopt.codegen import operators
 from graphopt.passes.reuse_gradients import reuse
@@ -151,3 +153,17 @@ def test_other_dtypes_have_memory_of_their_own() -> None:
         return (call("norm_modulate", x, modulation=(s, b))[5] @ w).float().square().sum()
 
     assert reuse(backward_graph(f, *inputs()).graph) == 0
+
+
+def test_switched_off_by_name(monkeypatch) -> None:
+    """GRAPHOPT_DISABLE=reuse_gradients: the pass Inductor gets does not call it, and its cache knows."""
+    seen, names = [], []
+    monkeypatch.setattr(backend.reuse_gradients, "reuse", seen.append)
+    for value, calls_ in (("", 1), ("reuse_gradients", 1)):
+        monkeypatch.setenv("GRAPHOPT_DISABLE", value)
+        options = backend.with_order({}, config.parse(None, {})[0], [SimpleNamespace(status="rewritten")])
+        change = options[_compat.POST_GRAD]
+        change(fx.Graph())
+        names.append(change.uuid())
+        assert len(seen) == calls_
+    assert names[0] != names[1]
