@@ -87,9 +87,10 @@ def measured(results: Rows) -> str:
     """Policies in a real loop, all machines that ran it."""
     parts = []
     for file, row in results.rows("schedule", check="step", simulated=False):
-        if row["policy"] != "equal_token" and row.get("gain_over_equal_token") is not None:
-            parts.append(f"{row['policy']}{'' if row.get('tau') is None else ' tau ' + str(row['tau'])} "
-                         f"{100 * row['gain_over_equal_token']:+.1f} % on {row['ranks']} ranks ({file.split('/')[0]})")
+        if row.get("tokens_per_s") is None:
+            continue
+        tau = "" if row.get("tau") is None else f" tau {row['tau']}"
+        parts.append(f"{row['tokens_per_s']:,.0f} {row['policy']}{tau} on {row['ranks']} ranks ({file.split('/')[0]})")
     return ", ".join(parts) or MISSING
 
 
@@ -127,14 +128,13 @@ def mfu(results: Rows) -> str:
 
 
 def overlap(results: Rows) -> str:
-    """Forward with overlap against forward without."""
+    """Forward with overlap against forward without; with deferred and priority the update runs under the forward."""
     serial = {(r["params_b"], r["tokens"]): r for _, r in results.rows("stream", overlap=False) if r.get("forward_ms")}
     parts = []
     for _, r in results.rows("stream", overlap=True):
         other = serial.get((r["params_b"], r["tokens"]))
         if other and r.get("forward_ms"):
-            parts.append(f"{other['forward_ms'] / r['forward_ms']:.2f}x at {r['params_b']:.1f} B, "
-                         f"{r['tokens']:,} tokens")
+            parts.append(f"{other['forward_ms'] / r['forward_ms']:.2f}x {r['update']}")
     return ", ".join(parts) or MISSING
 
 
