@@ -10,8 +10,9 @@ the mean busy time over ranks (their microbatches again, collectives off) over t
 of the predicted step times, graphs compiled (torch counts each that it begins; `graphs_kept` are in use at the end).
 The plan of each policy is also simulated, here and for `--plan-ranks`.
 
-`gain_over_equal_token` is of tokens/s.  `zero_bubble_gain` is what the simulator, with the fit and without noise, gives
-a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
+`gain_over_equal_token` is of tokens/s; a few steps of two policies hold other samples, so `gain_same_work` compares the
+busy shares instead (work done per second).  `zero_bubble_gain` is what the simulator, with the fit and without noise,
+gives a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
 
 Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--compile-only` fills Inductor's caches.
 """
@@ -43,7 +44,7 @@ from schedule_shape import start  # noqa: E402
 import graphopt  # noqa: E402
 import schedule  # noqa: E402
 from graphopt.schedule.bench import Shape  # noqa: E402
-from graphopt.schedule.costmodel import CostFit  # noqa: E402
+from graphopt.schedule.costmodel import CostFit, write_json  # noqa: E402
 from graphopt.schedule.dataset import Samples  # noqa: E402
 from graphopt.schedule.plan import Plan  # noqa: E402
 from graphopt.schedule.planner import plan_batches  # noqa: E402
@@ -222,24 +223,27 @@ def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) 
         bound = rates(plans["step_balanced"], fit)[1] / rates(plans["equal_token"], fit)[0] - 1
         for policy, plan in plans.items():
             r = simulate(plan, fit, noise=0.03)
+            same = [q for q in plans if q != policy and plan.table() == plans[q].table()]
             rows.append({**schedule.row(r, common["data"], o.tau, "simulated with the fit"), **common,
-                         "zero_bubble_gain": bound})  # fmt: skip
+                         "zero_bubble_gain": bound, "same_plan_as": same[0] if same else None})  # fmt: skip
             say(n, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
     return rows
 
 
 def simulate_only(o: argparse.Namespace) -> None:
-    """Plans for `--plan-ranks` from a result file's fit, without a GPU."""
-    done = json.loads(o.plans_from.read_text())["rows"]
+    """Plans for `--plan-ranks` from a result file's fit, without a GPU; the file stays that of the machine measured."""
+    head = json.loads(o.plans_from.read_text())
+    done = head.pop("rows")
     data_name = "C" if o.cap == data.CAP_C else f"A, cap {o.cap}"
     for fitted in [r for r in done if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == data_name]:
         fit = CostFit.two_term(**{k: fitted["coefficients"][k] for k in "abc"}, p=fitted["p"],
                                step_overhead_s=fitted["step_overhead_s"], source="measured")  # fmt: skip
         fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"]})
-        common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem", "shrink")}
-        o.shrink, o.tau = fitted["shrink"], fitted["tau"]
+        common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem")}
+        o.shrink, o.tau = fitted.get("shrink", 1), fitted["tau"]
         rows = simulated(fit, o, common, partial(print, fitted["system"], flush=True))
-        print(schedule.save(rows, o.machine, folder=o.plans_from.parent))
+        print(path := schedule.save(rows, o.machine, folder=o.plans_from.parent))
+        write_json(path, {**json.loads(path.read_text()), **head})
 
 
 def main() -> None:
@@ -334,7 +338,9 @@ def main() -> None:
                 r[f"zero_bubble_gain{suffix}"] = bound
                 r[f"planned_gain{suffix}"] = rates(plans[policy], fit, n)[0] / planned - 1
         for r in by.values():
-            r["gain_over_equal_token"] = r["tokens_per_s"] / by["equal_token"]["tokens_per_s"] - 1
+            base = by["equal_token"]
+            r["gain_over_equal_token"] = r["tokens_per_s"] / base["tokens_per_s"] - 1
+            r["gain_same_work"] = r["limit_fraction"] / base["limit_fraction"] - 1
             say(r["policy"], {k: round(v, 4) for k, v in r.items() if "gain" in k})
     if first:
         rows += simulated(fit, o, common, say)

@@ -138,7 +138,7 @@ def main() -> None:
         dist.init_process_group(device_id=device if device.type == "cuda" else None)
 
     manifest, plan = (o.data or o.out / "data") / "manifest.parquet", o.plan or o.out / "plan"
-    about = {k: getattr(o, k) for k in ("seed", "stream", "lora", "dsa")}
+    about = {k: getattr(o, k) for k in ("size", "pretrained", "seed", "stream", "lora", "dsa")}
     saved = graphopt.Checkpoints(o.out / "checkpoints", about=about, frozen=not o.lora)
     if rank == 0 and o.make_data and not manifest.exists():
         make_data(manifest.parent, o.make_data, o.size)
@@ -183,9 +183,9 @@ def main() -> None:
             if step == o.steps:
                 break
     log.close()
-    if rank == 0 and o.backend == "graphopt":
-        print(graphopt.report(bare))
     graphopt.save_weights(bare, o.out / "transformer")
+    if log.steps and o.backend == "graphopt":
+        print(graphopt.report(bare))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -21,13 +21,15 @@ class MetricsLog:
         total: steps of the job; with it there is a progress bar on stderr.
         enabled: False writes and shows nothing (all processes but the first).
         tensorboard: None uses it where it is installed.
+
+    `steps` counts what this process has written.
     """
 
     def __init__(
         self, folder: str | Path, step: int = 0, *, total: int | None = None, enabled: bool = True,
         tensorboard: bool | None = None,
     ) -> None:
-        self.enabled, self._bar, self._board = enabled, None, None
+        self.enabled, self.steps, self._bar, self._board = enabled, 0, None, None
         if not enabled:
             return
         folder = Path(folder)
@@ -49,6 +51,7 @@ class MetricsLog:
         """One step's values; a line is written whole."""
         if not self.enabled:
             return
+        self.steps += 1
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is not None:
             for name, value in values.items():

@@ -243,8 +243,11 @@ def assemble(
     take = np.lexsort((rank, shape, step))
     start = np.empty(len(size), np.int64)
     start[take] = np.cumsum(size[take]) - size[take]
-    # Costliest first within a rank: the allocator then meets its largest blocks before any small ones.
+    # Costliest first within a rank: the allocator then meets its largest blocks before any small ones, and the gather
+    # of parameters hides under it.  The second last, so that the reduction of gradients hides as well.
     order = np.lexsort((shape, -p.cost(shape, size * p.atom), rank, step))
+    k = slot_numbers(step[order], rank[order])
+    order = order[np.lexsort((np.where(k == 1, np.iinfo(k.dtype).max, k), rank[order], step[order]))]
     step, rank, shape, size, start = step[order], rank[order], shape[order], size[order], start[order]
     ends = np.cumsum(size)
     index = np.arange(ends[-1]) + np.repeat(start - (ends - size), size)

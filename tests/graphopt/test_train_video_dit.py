@@ -84,6 +84,13 @@ def test_killed_and_resumed_is_uninterrupted_bit_by_bit(data: Path, common, tmp_
     assert same(weights(data.parent / "straight"), weights(tmp_path))
 
 
+def test_a_finished_run_resumed_has_nothing_to_do(data: Path, common, run: Path) -> None:
+    before = files(run)
+    finished(run, *common, *COMPILED, "--resume")
+    after = files(run)
+    assert {k: v for k, v in after.items() if "tensorboard" not in k} == {k: v for k, v in before.items() if "tensorboard" not in k}
+
+
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}  # what `accelerate launch` sets
 
 

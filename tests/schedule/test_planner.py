@@ -281,6 +281,17 @@ def test_steps_of_unlike_cost_are_level_where_equal_ones_cannot_be(ranks, speeds
     assert windows.table() == unlike.table()
 
 
+def test_the_second_costliest_microbatch_of_a_rank_is_its_last():
+    plan = plan_batches(Samples.of_tokens(CUT), FIT, ranks=2, m_mem=9000, tau=4)
+    most = 0
+    for rank in range(2):
+        for step in plan.steps(rank)[1:]:  # the first begins with the plan's largest
+            cost = [mb.cost_s for mb in step]
+            most = max(most, len(cost))
+            assert [cost[0], cost[-1], *cost[1:-1]][: len(cost)] == sorted(cost, reverse=True)
+    assert most > 3
+
+
 def test_steps_stay_alike_where_they_can_be_level():
     samples = Samples.of_tokens([256, 1024, 4096, 9000] * 300)
     one, two = (plan_batches(samples, FIT, ranks=4, m_mem=20000, tau=6, uneven=u) for u in (False, True))
