@@ -142,6 +142,18 @@ def step(results: Results) -> Section | None:
                    ("step", lambda p: plots.step([r for _, r in found], p)), rivals)
 
 
+def peak(results: Results) -> Section | None:
+    """What a step holds at its peak, where it was taken apart."""
+    found = list(results.rows("peak"))
+    if not found:
+        return None
+    lines = [[r["model"], r["grid"], str(r["layers"]), r["system"], f"{r['peak_gib']:.2f}"] for _, r in
+             sorted(found, key=lambda fr: (fr[1]["model"], fr[1]["layers"], fr[1]["system"]))]
+    text = ("GiB at the peak of a training step; the file lists what lives there, by the kernel that wrote it. Rows may be "
+            "newer than those above.\n\n" + table(["model", "grid", "layers", "system", "peak, GiB"], lines))
+    return Section("Memory at the peak", sorted({f for f, _ in found}), text)
+
+
 def dsa(results: Results) -> Section | None:
     """Deformable sliding attention over the number of tokens."""
     found = [(f, r) for f, r in results.rows("dsa", what="attention")]
