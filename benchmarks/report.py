@@ -149,8 +149,8 @@ def peak(results: Results) -> Section | None:
         return None
     lines = [[r["model"], r["grid"], str(r["layers"]), r["system"], f"{r['peak_gib']:.2f}"] for _, r in
              sorted(found, key=lambda fr: (fr[1]["model"], fr[1]["layers"], fr[1]["system"]))]
-    text = ("GiB at the peak of a training step; the file lists what lives there, by the kernel that wrote it. Rows may "
-            "be newer than those above.\n\n" + table(["model", "grid", "layers", "system", "peak, GiB"], lines))
+    text = ("GiB at the peak of a training step; the file lists what lives there, by the kernel that wrote it. Rows "
+            "may be newer than those above.\n\n" + table(["model", "grid", "layers", "system", "peak, GiB"], lines))
     return Section("Memory at the peak", sorted({f for f, _ in found}), text)
 
 
