@@ -233,7 +233,7 @@ def zoo(results: Results) -> Section | None:
     return Section("Thirty-one real models", sorted({f for f, _ in counted + matrix}), table(["", ""], lines))
 
 
-SECTIONS = (adaln, bias_gradient, step, dsa, stream, schedule, zoo)
+SECTIONS = (adaln, bias_gradient, step, peak, dsa, stream, schedule, zoo)
 
 
 def source(results: Results, file: str) -> str:
