@@ -1,5 +1,10 @@
 """`python -m graphopt`."""
 
-from graphopt.cli import main
+import sys
 
-main()
+try:
+    from graphopt.cli import main
+
+    main()
+except KeyboardInterrupt:  # while still importing: commands answer for themselves
+    sys.exit(130)

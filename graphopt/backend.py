@@ -14,6 +14,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt import _compat, _compat_capture, reporting
@@ -87,8 +88,12 @@ def rewrite(
         warn=warn,
     )
     twin = pipeline.copy(gm)
+    # a pass may run new nodes on fake tensors; under a checkpoint around this module their saved tensors would be
+    # counted as the model's, and the recomputation, which compiles nothing, would miss them
+    own = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     try:
-        record.passes += pipeline.run(twin, passes(gm, config), context, observe)
+        with own:
+            record.passes += pipeline.run(twin, passes(gm, config), context, observe)
     except Exception as error:
         # a graph that was to slide and stays dense would be another model
         if config.on_error == "raise" or isinstance(error, RuleError) or slides(gm, config):

@@ -69,5 +69,8 @@ def rules() -> None:
 
 
 def main() -> None:
-    """Entry point of the `graphopt` command."""
-    app()
+    """Entry point of the `graphopt` command.  Ctrl-C before a command runs ends with 130 too, without a traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

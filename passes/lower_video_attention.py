@@ -168,18 +168,11 @@ def _marked(gm: fx.GraphModule, sites: dict[Node, Attention]) -> dict[Node, Node
     if lost is not None:
         raise ConfigError(
             "the attention of a converted module is not in the graph its input is in: a graph break lies between",
-            where=f"{source.fqn(lost) or _owner_class(lost)} ({source.where(lost)})",
+            where=f"{source.fqn(lost) or lost.args[8]} ({source.where(lost)})",
             remedy="TORCH_LOGS=graph_breaks names the break; leave the module out of convert's select, or run it "
             "eagerly (torch.compiler.disable)",
         )
     return found
-
-
-def _owner_class(node: Node) -> str:
-    """The class of the module a node belongs to, where the graph starts at the module itself."""
-    stack = node.meta.get("nn_module_stack") or {"": ("", "the compiled module")}
-    kind = next(reversed(stack.values()))[1]
-    return getattr(kind, "__qualname__", str(kind))
 
 
 def _reach(start: Node, marks: set[Node], sites: dict[Node, Attention]) -> set[Node]:
@@ -198,7 +191,7 @@ def _reach(start: Node, marks: set[Node], sites: dict[Node, Attention]) -> set[N
 
 
 def _lower_marked(gm: fx.GraphModule, site: Attention, mark: Node) -> Site:
-    _, offsets, T, H, W, window, text, boundary = mark.args
+    _, offsets, T, H, W, window, text, boundary, _owner = mark.args
     request = Request(tuple(window), None, boundary=boundary, text=text)  # type: ignore[arg-type]
     reason = site.reason
     if site.kind == "unknown":

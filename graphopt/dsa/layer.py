@@ -47,7 +47,8 @@ class Sliding:
                 raise ConfigError("distillation and probing run eagerly", where=head.fqn,
                                   remedy="call the model itself, not its compiled form, while they are on")
             config = head.config
-            marked = MARK(x, offsets, grid[0], grid[1], grid[2], list(config.window), config.text, config.boundary)
+            marked = MARK(x, offsets, grid[0], grid[1], grid[2], list(config.window), config.text, config.boundary,
+                          type(self).__qualname__)
             if name in kwargs:
                 kwargs = {**kwargs, name: marked}
             else:

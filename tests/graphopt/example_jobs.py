@@ -8,6 +8,7 @@ process that is forked is `python example_jobs.py`: it reads a request a line (J
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -51,6 +52,8 @@ def serve() -> None:
             continue
         pid = os.fork()
         if pid:
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does the same; whoever is first
+                os.setpgid(pid, pid)
             print(pid, flush=True)
             continue
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -208,15 +208,15 @@ def tokens(tmp_path: Path) -> Path:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"tokens": torch.randint(1, 40, (1_000_000,)).numpy() * 16}), tmp_path / "tokens.parquet")
-    graphopt.CostFit.two_term(1e-3, 1e-5, 1e-8).save(tmp_path / "fit.json")
+    graphopt.CostFit.two_term(1e-3, 1e-5, 1e-8, p=1.5, m_comp=1e5).save(tmp_path / "fit.json")
     return tmp_path
 
 
 def test_ctrl_c_while_simulating(tokens: Path) -> None:
     arguments = ("simulate", "--manifest", str(tokens / "tokens.parquet"), "--fit", str(tokens / "fit.json"), "--ranks", "8",
                  "--m-mem", "4096", "--out", str(tokens / "out.json"))
-    begun = time.monotonic()
-    interrupted(Job(tokens, *arguments, run=COMMAND), lambda: time.monotonic() > begun + 3)
+    job, begun = Job(tokens, *arguments, run=COMMAND), time.monotonic()
+    interrupted(job, lambda: time.monotonic() > begun + 3)
     assert not (tokens / "out.json").exists()
 
 
@@ -251,5 +251,5 @@ def test_ctrl_c_while_compiling_kernels_prints_those_done(tmp_path: Path) -> Non
 @pytest.mark.parametrize("arguments", [("demo", "--compiler", "aot_eager"), ("doctor",),
                                        pytest.param(("bench", "match"), marks=pytest.mark.nightly)])
 def test_ctrl_c_in_other_commands(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    begun = time.monotonic()
-    interrupted(Job(tmp_path, *arguments, run=COMMAND), lambda: time.monotonic() > begun + 0.7)
+    job, begun = Job(tmp_path, *arguments, run=COMMAND), time.monotonic()
+    interrupted(job, lambda: time.monotonic() > begun + 0.7)

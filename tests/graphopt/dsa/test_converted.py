@@ -99,8 +99,6 @@ def test_blocks_compiled_one_by_one_share_one_graph(checkpointing: bool) -> None
     model.checkpointing = checkpointing
     moved(model, "blocks.*.attn", window=(3, 3, 3))
     latents = [tiny_video.latent(2, *grid) for grid in ((4, 4, 5), (4, 5, 4), (5, 6, 4), (6, 5, 7), (5, 7, 6))]
-    # with checkpointing torch may run another block's graph again when sizes begin to change (pytorch#166926)
-    latents = latents[:1] if checkpointing else latents
     want = [run(model, latent=x) for x in latents]
     for block in model.blocks:
         block.compile(backend="graphopt", options=AOT, fullgraph=True)
