@@ -22,31 +22,13 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from _results import copy_tb_per_s, kept_times, save
+from _timing import replayed
 from adaln_functions import FUNCTIONS, floor_bytes, liger, operands
 
 SHAPES = ("1x75600x5120,1x64000x3072,2x16384x3072,1x32760x1536,8x4096x1152,1x4096x3072,4x4096x2432,4x4096x1536,"
           "2x1024x3072,2x512x3072,1x512x3072,4x333x2432,1x512x1536,1x256x3072,4x256x1152,2x77x3072,1x77x2432,1x64x1152")
 SMALL = 300e6  # bytes of one tensor: eager is timed below this only
 KEYS = ("kernel", "direction", "shape", "dtype", "form")
-
-
-def replayed(f, stream: torch.cuda.Stream) -> float:
-    """Median microseconds of one call, replayed from a CUDA graph.
-
-    A backward runs on the stream of its forward, so both are captured on the same one.
-    """
-    with torch.cuda.stream(stream):
-        f()
-        f()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        keep = f()
-    from triton.testing import do_bench
-
-    us = 1e3 * do_bench(graph.replay, warmup=10, rep=60, return_mode="median")
-    del keep
-    return us
 
 
 def compiled(code: str, system: str, f):
@@ -109,8 +91,8 @@ def times(code: str, system: str, f, made, args: list[torch.Tensor], measure: bo
             backward()
         torch.cuda.synchronize()
         return None
-    forward_us = replayed(lambda: f(*args), stream)
-    return forward_us, replayed(backward, stream)
+    forward_us = replayed(lambda: f(*args), stream, warmup=10, rep=60)
+    return forward_us, replayed(backward, stream, warmup=10, rep=60)
 
 
 def check(code: str, f) -> None:

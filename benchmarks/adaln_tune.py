@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from _results import copy_tb_per_s, save
+from _timing import replayed
 
 from graphopt.codegen import kernels, store, tuned
 from graphopt.codegen.configure import Configuration, closed_form, cut
@@ -55,20 +56,6 @@ FORMS = {
     "F1t": Form(gate=False, per_token=True), "F2t": Form(per_token=True),
     "F1h": Form(gate=False, half=True), "F2h": Form(half=True),
 }
-
-
-def replayed(f: Callable[[], Any]) -> float:
-    """Median microseconds of one call, replayed from a CUDA graph."""
-    from triton.testing import do_bench
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        f()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        f()
-    return 1e3 * do_bench(graph.replay, warmup=4, rep=25, return_mode="median")
 
 
 class Case:
@@ -213,7 +200,7 @@ def better(case: Case, rows: list[tuple[float, float, Configuration]]) -> Config
     times: dict[Configuration, list[float]] = {c: [] for c in dict.fromkeys([case.base, *best])}
     for _ in range(3):
         for c, found in times.items():
-            found.append(replayed(case.launch(c)))
+            found.append(replayed(case.launch(c), warmup=4, rep=25))
     middle = {c: sorted(found)[1] for c, found in times.items()}
     winner = min(middle, key=middle.__getitem__)
     print(f"   closed form {middle[case.base]:.1f} us, best {middle[winner]:.1f} us", flush=True)
@@ -257,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
             if rows and time.time() > limit:
                 break
             try:
-                us = replayed(case.launch(config))
+                us = replayed(case.launch(config), warmup=4, rep=25)
             except Exception as error:
                 print(f"  {config}: {type(error).__name__} {str(error)[:120]}", flush=True)
                 continue

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch._inductor.config
 from _results import copy_tb_per_s, save
+from _timing import replayed
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphopt.codegen import column_sums as generated
@@ -74,23 +75,6 @@ def ours(spec: generated.ColumnSums, M: int, tensors: list[torch.Tensor]):
         return (*out, total)
 
     return run
-
-
-def replayed(f) -> float:
-    """Median microseconds of one call, replayed from a CUDA graph."""
-    from triton.testing import do_bench
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        f()
-        f()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        keep = f()
-    us = 1e3 * do_bench(graph.replay, warmup=5, rep=40, return_mode="median")
-    del keep
-    return us
 
 
 def main() -> None:

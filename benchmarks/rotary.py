@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch._functorch.config
 from _results import copy_tb_per_s, save
-from adaln import replayed
+from _timing import replayed
 
 from graphopt.codegen import rotary_operators
 

@@ -81,11 +81,12 @@ def to_svg(spans: Sequence[Span], width: int = WIDTH) -> str:
                               f"({1e3 * (s.end - s.start):.2f})")
             out.append(f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW - 8}" stroke="#fff" stroke-width="0.3" '
                        f'fill="{COLOURS.get(s.kind, "#777")}"><title>{tip}</title></rect>')
-    bottom = height - 8
+    bottom, whole = height - 8, 1e3 * (last - zero)
+    form = ".1f" if whole >= 10 else ".2g"  # a tiny model's step lasts microseconds
     for i in range(11):
-        x = LEFT + i * (width - LEFT - 8) / 10
-        out.append(f'<text x="{x:.0f}" y="{bottom}" text-anchor="middle" fill="#666">'
-                   f"{1e3 * (last - zero) * i / 10:.1f}{' ms' if i == 10 else ''}</text>")
+        x, anchor = LEFT + i * (width - LEFT - 8) / 10, "middle" if i < 10 else "end"
+        out.append(f'<text x="{x:.0f}" y="{bottom}" text-anchor="{anchor}" fill="#666">'
+                   f"{whole * i / 10:{form}}{' ms' if i == 10 else ''}</text>")
     return "\n".join([*out, "</svg>"])
 
 

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from graphopt.codegen.dsa.reference import chunks, high_precision, spread_heads
+from graphopt.codegen.dsa.text import backward_in_chunks
 
 
 def source_hash() -> str:
-    """Twelve hex digits over this file."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    """Twelve hex digits over this file and the one its backward stands in."""
+    text = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("masked_text.py", "text.py"))
+    return hashlib.sha256(text).hexdigest()[:12]
 
 
 def _logits(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
@@ -48,22 +50,8 @@ def _weights(logits: Tensor, norm: Tensor) -> Tensor:
 def backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, y: Tensor, lse: Tensor,
              scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv)."""
-    high = high_precision(q, k, v)
-    B, heads = q.shape[:2]
-    kk, vv = (spread_heads(x, heads).to(high) for x in (k, v))
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(kk), torch.zeros_like(vv)
-    for part in chunks(q.shape[2], B * heads * k.shape[2]):
-        qq, dd = q[:, :, part].to(high), dy[:, :, part].to(high)
-        p = _weights(_logits(qq, kk, seen, scale), lse[:, :, part].to(high))
-        delta = (dd * y[:, :, part].to(high)).sum(-1)
-        if dlse is not None:
-            delta = delta - dlse[:, :, part].to(high)
-        ds = p * (dd @ vv.transpose(-1, -2) - delta[..., None]) * scale
-        dq[:, :, part] = (ds @ kk).to(dq.dtype)
-        dk += ds.transpose(-1, -2) @ qq
-        dv += p.transpose(-1, -2) @ dd
-    dk, dv = (torch.empty_like(t).copy_(x.view(B, k.shape[1], -1, *x.shape[2:]).sum(2)) for x, t in ((dk, k), (dv, v)))
-    return dq, dk, dv
+    return backward_in_chunks(dy, dlse, q, k, v, y, lse, scale, lambda qq, kk, norm: _weights(
+        _logits(qq, kk, seen, scale), norm))
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:

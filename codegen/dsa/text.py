@@ -41,16 +41,18 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
     return y, lse
 
 
-def reference_backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor,
-                       scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
+def backward_in_chunks(
+    dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, scale: float,
+    weights: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), some queries at a time; `weights(q, k, lse)` gives their softmax weights [B, heads, n, L]."""
     high = high_precision(q, k, v)
     B, heads = q.shape[:2]
     kk, vv = (spread_heads(x, heads).to(high) for x in (k, v))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(kk), torch.zeros_like(vv)
     for part in chunks(q.shape[2], B * heads * k.shape[2]):
         qq, dd = q[:, :, part].to(high), dy[:, :, part].to(high)
-        p = (qq @ kk.transpose(-1, -2) * scale - lse[:, :, part, None].to(high)).exp()
+        p = weights(qq, kk, lse[:, :, part].to(high))
         delta = (dd * y[:, :, part].to(high)).sum(-1)
         if dlse is not None:
             delta = delta - dlse[:, :, part].to(high)
@@ -60,6 +62,13 @@ def reference_backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v:
         dv += p.transpose(-1, -2) @ dd
     dk, dv = (torch.empty_like(t).copy_(x.view(B, k.shape[1], -1, *x.shape[2:]).sum(2)) for x, t in ((dk, k), (dv, v)))
     return dq, dk, dv
+
+
+def reference_backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor,
+                       scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv)."""
+    return backward_in_chunks(dy, dlse, q, k, v, y, lse, scale, lambda qq, kk, norm: (
+        qq @ kk.transpose(-1, -2) * scale - norm[..., None]).exp())
 
 
 def _rest(x: Tensor) -> tuple[int, int, int]:
