@@ -25,6 +25,8 @@ def test_a_real_step(late, tmp_path) -> None:
     train(step, opt, inputs(), steps=1)
     opt.flush()
     ring = attach.engine_of(model).ring
+    for slot in ring.slots:  # what is counted as uploaded is, so the recording holds none of it
+        assert slot.fetch is None or slot.fetch.issued.wait(30)
     before = ring.uploads
     with graphopt.stream_timeline(model) as line:
         with pytest.raises(StreamError, match="being recorded"), graphopt.stream_timeline(model):
@@ -36,7 +38,7 @@ def test_a_real_step(late, tmp_path) -> None:
         assert len(of(track, kind)) == 8, (track, kind)
         assert {s.name for s in of(track, kind)} == names
     assert len(of("launch", "launch")) == 16
-    # an upload that was queued before the recording may or may not be in it
+    # an upload that is queued when the recording ends may or may not be in it
     assert ring.uploads - before - 2 <= len(of("upload", "upload")) <= ring.uploads - before
     assert all(s.end >= s.start for s in line.spans)
     for name in names:
