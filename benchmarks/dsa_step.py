@@ -14,9 +14,10 @@ import argparse
 import time
 from pathlib import Path
 
-import step as dense_step
 import torch
 from _results import copy_tb_per_s, save
+from step import step
+from step_models import CONFIGS, Size, build, inputs
 from triton.testing import do_bench
 
 import graphopt
@@ -56,18 +57,18 @@ def measure(model: torch.nn.Module, system: str, kw: dict, milliseconds: int, wh
     clear = lambda: [setattr(p, "grad", None) for p in model.parameters()]
     clear()
     start = time.perf_counter()
-    dense_step.step(f, kw)
+    step(f, kw)
     torch.cuda.synchronize()
     compile_s = time.perf_counter() - start
     norm = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None]).norm().item()
     clear()
     torch.cuda.reset_peak_memory_stats()
-    dense_step.step(f, kw)
+    step(f, kw)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() / 2**30
     clear()
     row = dict(grad_norm=norm, compile_s=compile_s, peak_gib=peak)
-    row["step_ms"] = do_bench(lambda: dense_step.step(f, kw), 100, milliseconds, return_mode="median")
+    row["step_ms"] = do_bench(lambda: step(f, kw), 100, milliseconds, return_mode="median")
     with torch.no_grad():
         row["forward_ms"] = do_bench(lambda: f(**kw), 100, milliseconds // 2, return_mode="median")
     if system.startswith("graphopt_"):
@@ -88,30 +89,36 @@ def main() -> None:
     args = parser.parse_args()
     window = tuple(int(n) for n in args.window.split("x"))
     ceilings = {"copy_tb_per_s": copy_tb_per_s()}
-    model = dense_step.build(args.layers)
-    for grid in args.grids.split(","):
-        T, H, W = map(int, grid.split("x"))
-        kw = dense_step.inputs(1, T, H, W)
-        base = None
-        for system in args.systems.split(","):
-            handle = converted(model, system, window) if system.startswith("graphopt_") else None
-            try:
-                row = measure(model, system, kw, args.milliseconds, args.whole)
-            except Exception as error:  # a system that fails is a result, the others go on
-                row = dict(error=f"{type(error).__name__}: {str(error)[:600]}")
-            for module in (model, *model.blocks):
-                module._compiled_call_impl = None
-            if handle is not None:
-                handle.revert()
-            if system == "graphopt":
-                base = row.get("step_ms")
-            if base and "step_ms" in row:
-                row["ratio"] = row["step_ms"] / base
-            row = dict(model="wan-1.3b", grid=grid, tokens=T * H * W, layers=args.layers, window=args.window,
-                       system=system, compiled="whole" if args.whole else "per block", **row)
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-            save("dsa_step", [row], ("model", "grid", "layers", "window", "system", "compiled"), ceilings, args.out)
-        torch.cuda.empty_cache()
+    CONFIGS["wan-1.3b"]["num_layers"] = args.layers
+    model = build("wan-1.3b")
+    systems, base = args.systems.split(","), {}
+    for part in (systems[:2], systems[2:]):  # what the ratio needs, first
+        for grid in args.grids.split(","):
+            for system in part:
+                row = one(model, system, grid, window, args)
+                if system == "graphopt":
+                    base[grid] = row.get("step_ms")
+                if base.get(grid) and "step_ms" in row:
+                    row["ratio"] = row["step_ms"] / base[grid]
+                print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                save("dsa_step", [row], ("model", "grid", "layers", "window", "system", "compiled"), ceilings, args.out)
+                torch.cuda.empty_cache()
+
+
+def one(model: torch.nn.Module, system: str, grid: str, window: tuple[int, int, int], args: argparse.Namespace) -> dict:
+    """The row of a system at a grid."""
+    T, H, W = map(int, grid.split("x"))
+    handle = converted(model, system, window) if system.startswith("graphopt_") else None
+    try:
+        row = measure(model, system, inputs("wan-1.3b", Size(1, T, H, W, 512)), args.milliseconds, args.whole)
+    except Exception as error:  # a system that fails is a result, the others go on
+        row = dict(error=f"{type(error).__name__}: {str(error)[:600]}")
+    for module in (model, *model.blocks):
+        module._compiled_call_impl = None
+    if handle is not None:
+        handle.revert()
+    return dict(model="wan-1.3b", grid=grid, tokens=T * H * W, layers=args.layers, window=args.window, system=system,
+                compiled="whole" if args.whole else "per block", **row)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Tables and pictures of examples/adapt_dsa.py's results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+ARMS = ("dense", "dsa", "window", "tap")
+SPEEDS = (0, 1, 2, 3)
+
+
+def table(folder: Path) -> str:
+    """Final held-out errors, mean and range over seeds."""
+    seeds = [json.loads(p.read_text()) for p in sorted(folder.glob("seed*.json"))]
+    lines = [f"{'arm':<12}" + "".join(f"speed {v}".rjust(24) for v in SPEEDS)]
+    rows: dict[str, list[dict[str, float]]] = {"pre-trained": [s["pretrain"][-1]["error"] for s in seeds]}
+    for arm in ARMS:
+        rows[arm] = [s["arms"][arm]["curve"][-1]["error"] for s in seeds if arm in s["arms"]]
+    for arm, errors in rows.items():
+        cells = []
+        for v in SPEEDS:
+            x = [e[str(v)] for e in errors]
+            cells.append(f"{sum(x) / len(x):.4f} ({min(x):.4f}..{max(x):.4f})".rjust(24) if x else "-".rjust(24))
+        lines.append(f"{arm:<12}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def plot(folder: Path) -> None:
+    """curves.png and offsets.png from the results in a folder."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    seeds = [json.loads(p.read_text()) for p in sorted(folder.glob("seed*.json"))]
+    fig, axes = plt.subplots(1, len(SPEEDS), figsize=(3.2 * len(SPEEDS), 3), sharey=True, layout="constrained")
+    for ax, v in zip(axes, SPEEDS):
+        for arm in ARMS:
+            curves = [s["arms"][arm]["curve"] for s in seeds if arm in s["arms"]]
+            if not curves:
+                continue
+            steps = [p["step"] for p in curves[0]]
+            values = torch.tensor([[p["error"][str(v)] for p in c] for c in curves])
+            line, = ax.plot(steps, values.mean(0), label=arm, lw=1.5)
+            ax.fill_between(steps, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color(), lw=0)
+        ax.set_title(f"{v} tokens per frame", fontsize=9)
+        ax.set_xlabel("steps after conversion", fontsize=8)
+        ax.set_yscale("log")
+        ax.tick_params(labelsize=7)
+    axes[0].set_ylabel("error on objects", fontsize=8)
+    axes[0].legend(fontsize=7)
+    fig.savefig(folder / "curves.png", dpi=110)
+    if (folder / "offsets.pt").exists():
+        saved = torch.load(folder / "offsets.pt")
+        (T, H, W), fields = saved["grid"], saved["offsets"].float()
+        frames = [0, T // 2, T - 1]
+        # the heads whose offsets on this video are longest
+        size = fields[..., 1:].norm(dim=-1).mean(-1)
+        best = size.flatten().topk(min(3, size.numel())).indices.tolist()
+        fig, axes = plt.subplots(len(best), len(frames), figsize=(3 * len(frames), 3 * len(best)), squeeze=False,
+                                 layout="constrained")
+        for row, index in zip(axes, best):
+            layer, head = divmod(index, fields.shape[1])
+            field = fields[layer, head].view(T, H, W, 3)
+            for ax, t in zip(row, frames):
+                picture = saved["video"][:, t].float().permute(1, 2, 0) / 2 + 0.5
+                ax.imshow(picture, extent=(-0.5, W - 0.5, H - 0.5, -0.5), interpolation="nearest")
+                ax.quiver(range(W), range(H), field[t, ..., 2], field[t, ..., 1], angles="xy", scale_units="xy",
+                          scale=1, color="yellow", width=0.006)
+                vy, vx = saved["velocity"].tolist()
+                ax.set_title(f"layer {layer} head {head} frame {t}, motion ({vy:.0f}, {vx:.0f})", fontsize=7)
+                ax.set_axis_off()
+        fig.savefig(folder / "offsets.png", dpi=110)
