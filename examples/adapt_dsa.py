@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapt_dsa_plots import ARMS, SPEEDS, plot, table
+from adapt_dsa_results import ARMS, SPEEDS, join, plot, table
 
 import graphopt
 
@@ -350,6 +350,7 @@ def main(argv: list[str] | None = None) -> None:
     command = [sys.executable, __file__, "--out", str(args.out), "--arms", args.arms, *rest]
     children = [subprocess.Popen([*command, "--seed", seed]) for seed in args.seeds.split(",")]
     codes = [c.wait() for c in children]
+    join(args.out, [f"--out {args.out.name}", *rest])
     print(table(args.out))
     if any(codes):
         raise SystemExit(f"a seed failed: exit codes {codes}")

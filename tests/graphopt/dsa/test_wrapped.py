@@ -42,6 +42,8 @@ def test_the_adaptation_example_runs(tmp_path, monkeypatch) -> None:
         assert all(0 < e < 10 for p in arm["curve"] for e in p["error"].values())
     start = {name: arm["curve"][0]["error"] for name, arm in result["arms"].items()}
     assert start["dsa"] == start["window"] == start["tap"] != start["dense"], "offsets start at zero"
+    module.join(tmp_path, ["--smoke"])
+    assert json.loads((tmp_path / "adapt_dsa.json").read_text())["rows"] == [result]
     module.plot(tmp_path)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "offsets.png").exists()

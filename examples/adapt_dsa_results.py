@@ -1,9 +1,13 @@
-"""Tables and pictures of examples/adapt_dsa.py's results."""
+"""Results of examples/adapt_dsa.py: one file for all seeds, a table, pictures."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,9 +15,33 @@ ARMS = ("dense", "dsa", "window", "tap")
 SPEEDS = (0, 1, 2, 3)
 
 
+def join(folder: Path, command: list[str]) -> None:
+    """adapt_dsa.json from the files of the seeds, in the form of benchmarks/results."""
+    rows = [json.loads(p.read_text()) for p in sorted(folder.glob("seed*.json"))]
+    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
+                          text=True, check=False)
+    commit = os.environ.get("GRAPHOPT_COMMIT") or done.stdout.strip() or "unknown"
+    found = {"name": "adapt_dsa", "machine": rows[0]["device"].split()[-1].lower(), "commit": commit, "torch": torch.__version__,
+             "triton": _triton(), "command": " ".join(["python examples/adapt_dsa.py", *command]),
+             "date": datetime.date.today().isoformat(), "rows": rows}
+    (folder / "adapt_dsa.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _triton() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "adapt_dsa.json").read_text())["rows"]
+
+
 def table(folder: Path) -> str:
     """Final held-out errors, mean and range over seeds."""
-    seeds = [json.loads(p.read_text()) for p in sorted(folder.glob("seed*.json"))]
+    seeds = _rows(folder)
     lines = [f"{'arm':<12}" + "".join(f"speed {v}".rjust(24) for v in SPEEDS)]
     rows: dict[str, list[dict[str, float]]] = {"pre-trained": [s["pretrain"][-1]["error"] for s in seeds]}
     for arm in ARMS:
@@ -34,7 +62,7 @@ def plot(folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    seeds = [json.loads(p.read_text()) for p in sorted(folder.glob("seed*.json"))]
+    seeds = _rows(folder)
     fig, axes = plt.subplots(1, len(SPEEDS), figsize=(3.2 * len(SPEEDS), 3), sharey=True, layout="constrained")
     for ax, v in zip(axes, SPEEDS):
         for arm in ARMS:
