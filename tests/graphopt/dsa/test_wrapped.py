@@ -25,10 +25,11 @@ def found(tmp_path_factory) -> dict:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("way", ["checkpointed", "per block"])
-def test_gradients_are_those_of_one_process(found: dict, way: str) -> None:
-    assert found[way]["all"] <= 1e-5
-    assert found[way]["heads"] <= 1e-5
+@pytest.mark.parametrize(("way", "limit"), [("checkpointed", 1e-5), ("per block", 1e-5), ("bf16", 0.1)])
+def test_gradients_are_those_of_one_process(found: dict, way: str, limit: float) -> None:
+    """In bf16 against the fp32 gradients."""
+    assert found[way]["all"] <= limit
+    assert found[way]["heads"] <= limit
 
 
 def test_the_adaptation_example_runs(tmp_path, monkeypatch) -> None:
