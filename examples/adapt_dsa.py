@@ -4,7 +4,7 @@
     python examples/adapt_dsa.py --plot results/           curves and the picture of offsets (needs matplotlib)
 
 A tiny Wan-shaped model learns to denoise (flow matching) synthetic videos: squares of random colours that move together
-at 0, 1, 2 or 3 tokens per frame and turn at the walls.  Every frame has a noise level of its own (a timestep per
+at 0, 1, 2 or 3 tokens per frame.  Every frame has a noise level of its own (a timestep per
 token, as Wan 2.2 has it): colours cannot be guessed, so a noisy frame is cleaned with the help of the same object in
 cleaner frames, and attention has to follow the motion.  The window is 3 x 3 x 3 tokens, so without offsets an object
 faster than 1 token per frame leaves it between frames.
@@ -97,8 +97,8 @@ def videos(s: Setup, speeds: torch.Tensor, g: torch.Generator | None = None) -> 
     mask = torch.zeros_like(video[:, :1])
     for _ in range(s.objects):
         colours = rand(n, 3, side * side) * 2 - 1
-        place = (rand(n, 2) * (room + 1)).floor()[:, None] + velocity[:, None] * time_
-        place = room - (place.remainder(2 * room) - room).abs()  # [n, T, 2]
+        # [n, T, 2]; whole in the middle frame, it may enter and leave in the others
+        place = (rand(n, 2) * (room + 1)).floor()[:, None] + velocity[:, None] * (time_ - s.frames // 2)
         y, x = ((axis[None, None] - place[..., i : i + 1]).long() for i in (0, 1))
         inside = ((y >= 0) & (y < side))[..., :, None] & ((x >= 0) & (x < side))[..., None, :]
         index = y.clamp(0, side - 1)[..., :, None] * side + x.clamp(0, side - 1)[..., None, :]

@@ -21,8 +21,9 @@ def join(folder: Path, command: list[str]) -> None:
     done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
                           text=True, check=False)
     commit = os.environ.get("GRAPHOPT_COMMIT") or done.stdout.strip() or "unknown"
-    found = {"name": "adapt_dsa", "machine": rows[0]["device"].split()[-1].lower(), "commit": commit, "torch": torch.__version__,
-             "triton": _triton(), "command": " ".join(["python examples/adapt_dsa.py", *command]),
+    machine = rows[0]["device"].split()[-1].lower()
+    found = {"name": "adapt_dsa", "machine": machine, "commit": commit, "torch": torch.__version__, "triton": _triton(),
+             "command": " ".join(["python examples/adapt_dsa.py", *command]),
              "date": datetime.date.today().isoformat(), "rows": rows}
     (folder / "adapt_dsa.json").write_text(json.dumps(found, indent=1) + "\n")
 
