@@ -11,14 +11,16 @@ compiled one by one, which takes a quarter of the time; --whole compiles the mod
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from _results import copy_tb_per_s, save
 from step import step
 from step_models import CONFIGS, Size, build, inputs
-from triton.testing import do_bench
 
 import graphopt
 
@@ -51,6 +53,20 @@ def compiled(model: torch.nn.Module, system: str, whole: bool) -> torch.nn.Modul
     return model
 
 
+def median(f: Callable[[], Any], milliseconds: float) -> float:
+    """Milliseconds of a call: median of five and more, after two that are not counted."""
+    f()
+    times: list[float] = []
+    while len(times) < 6 or sum(times) < milliseconds:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        f()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])
+
+
 def measure(model: torch.nn.Module, system: str, kw: dict, milliseconds: int, whole: bool) -> dict:
     """One row."""
     f = compiled(model, system, whole)
@@ -68,9 +84,10 @@ def measure(model: torch.nn.Module, system: str, kw: dict, milliseconds: int, wh
     peak = torch.cuda.max_memory_allocated() / 2**30
     clear()
     row = dict(grad_norm=norm, compile_s=compile_s, peak_gib=peak)
-    row["step_ms"] = do_bench(lambda: step(f, kw), 100, milliseconds, return_mode="median")
+    row["step_ms"] = median(lambda: (clear(), step(f, kw)), milliseconds)
+    clear()
     with torch.no_grad():
-        row["forward_ms"] = do_bench(lambda: f(**kw), 100, milliseconds // 2, return_mode="median")
+        row["forward_ms"] = median(lambda: f(**kw), milliseconds / 2)
     if system.startswith("graphopt_"):
         sites = [s for s in graphopt.last_report().sites if s.kind == "video_attention"]
         row["attention_rewritten"] = len([s for s in sites if s.status == "rewritten"])

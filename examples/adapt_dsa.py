@@ -1,10 +1,10 @@
 """A small, honest adaptation run: does a dense video transformer keep its quality when its attention slides?
 
-    python examples/adapt_dsa.py --out results/            three seeds side by side on one GPU, about two minutes
+    python examples/adapt_dsa.py --out results/            three seeds side by side on one GPU, about five minutes
     python examples/adapt_dsa.py --plot results/           curves and the picture of offsets (needs matplotlib)
 
 A tiny Wan-shaped model learns to denoise (flow matching) synthetic videos: squares of random colours that move together
-at 0, 1, 2 or 3 tokens per frame.  Every frame has a noise level of its own (a timestep per
+at 0, 1, 2 or 3 tokens per frame; the text tells the velocity.  Every frame has a noise level of its own (a timestep per
 token, as Wan 2.2 has it): colours cannot be guessed, so a noisy frame is cleaned with the help of the same object in
 cleaner frames, and attention has to follow the motion.  The window is 3 x 3 x 3 tokens, so without offsets an object
 faster than 1 token per frame leaves it between frames.
@@ -48,35 +48,36 @@ class Setup:
     """Sizes: a video is [3, frames, pixels, pixels], a token 1 x 2 x 2 of them."""
 
     frames: int = 5
-    pixels: int = 24
+    pixels: int = 20
     square: int = 8
-    objects: int = 3
-    heads: int = 4
+    objects: int = 2
+    heads: int = 2
     head_dim: int = 64
     layers: int = 4
     window: tuple[int, int, int] = (3, 3, 3)
-    batch: int = 16
-    pretrain: int = 5000
-    distill: int = 60
-    adapt: int = 300
-    every: int = 50
-    held_out: int = 32
-    lr: float = 1e-3
+    batch: int = 32
+    pretrain: int = 4500
+    adapt_batch: int = 8
+    distill: int = 80
+    adapt: int = 400
+    every: int = 100
+    held_out: int = 24
+    lr: float = 2e-3
     adapt_lr: float = 3e-4
     head_lr: float = 3e-3
     background: float = 0.1  # weight of a pixel of the background in the loss
-    noise: str = "frame"  # a noise level per frame, or per "video"
-    noisy: float = 0.8  # levels of odd and even frames of held-out videos
+    motion: str = "told"  # the text says the velocity; "seen": it does not
+    noisy: float = 0.8  # noise levels of odd and even frames of held-out videos
     clean: float = 0.2
 
 
-SMOKE = Setup(frames=3, pixels=8, square=4, heads=2, head_dim=12, layers=2, window=(1, 3, 3), batch=2, pretrain=2,
-              distill=1, adapt=2, every=1, held_out=2)
+SMOKE = Setup(frames=3, pixels=8, square=4, head_dim=12, layers=2, window=(1, 3, 3), batch=2, pretrain=2,
+              adapt_batch=2, distill=1, adapt=2, every=1, held_out=2)
 
 
-# a size for a CPU: about ten minutes a seed on one core
-SMALL = Setup(frames=4, pixels=16, square=4, heads=2, head_dim=24, layers=2, batch=8, pretrain=4000, distill=30,
-              adapt=120, every=30, held_out=16, lr=2e-3)
+# a size for a CPU: half an hour a seed on one core
+SMALL = Setup(frames=3, pixels=24, square=6, objects=3, head_dim=32, layers=3, batch=8, pretrain=2000, distill=30,
+              adapt=120, every=40, held_out=16)
 
 
 def videos(s: Setup, speeds: torch.Tensor, g: torch.Generator | None = None) -> tuple[torch.Tensor, ...]:
@@ -133,35 +134,34 @@ class Run:
         self.s, self.seed, self.device = s, seed, device
         self.eager = False  # without CUDA graphs
         torch.manual_seed(seed)
-        self.text = torch.zeros(1, 4, 16, device=device)
         g = torch.Generator(device).manual_seed(10_000)  # held-out videos are the same for every seed
         self.held_out = []
         for speed in SPEEDS:
             data = videos(s, torch.full((s.held_out,), float(speed), device=device), g)
             self.held_out.append((*data, torch.randn(data[0].shape, generator=g, device=device)))
 
-    def velocity(self, model: torch.nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def text(self, velocity: torch.Tensor) -> torch.Tensor:
+        """[n, 2, 16] one-hot, a word for the velocity along h and one along w, if the text tells them."""
+        told = velocity if self.s.motion == "told" else torch.zeros_like(velocity)
+        places = torch.arange(16, device=self.device) - max(SPEEDS)
+        return torch.stack([told[:, :1] == places, told[:, 1:] == places - 8], 1).float()
+
+    def velocity(self, model: torch.nn.Module, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """What the model says noise - video is, for videos x at noise levels t [n, frames]."""
         tokens = t.repeat_interleave((self.s.pixels // 2) ** 2, 1) * 1000
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda", cache_enabled=False):
-            text = self.text.expand(len(x), -1, -1)
             return model(hidden_states=x, timestep=tokens, encoder_hidden_states=text, return_dict=False)[0].float()
 
-    def loss(self, model: torch.nn.Module) -> torch.Tensor:
-        """The flow-matching loss of a fresh batch."""
-        n = self.s.batch
-        clean, mask, _ = videos(self.s, torch.randint(0, len(SPEEDS), (n,), device=self.device).float())
-        frames = self.s.frames if self.s.noise == "frame" else 1
-        noise, t = torch.randn_like(clean), torch.rand(n, frames, device=self.device) * 0.98 + 0.01
-        t = t.expand(n, self.s.frames)
-        error = (self.velocity(model, mix(clean, noise, t), t) - (noise - clean)).square()
+    def loss(self, model: torch.nn.Module, n: int) -> torch.Tensor:
+        """The flow-matching loss of a fresh batch of n."""
+        clean, mask, motion = videos(self.s, torch.randint(0, len(SPEEDS), (n,), device=self.device).float())
+        noise, t = torch.randn_like(clean), torch.rand(n, self.s.frames, device=self.device) * 0.98 + 0.01
+        error = (self.velocity(model, mix(clean, noise, t), t, self.text(motion)) - (noise - clean)).square()
         weight = mask + self.s.background * (1 - mask)
         return (error * weight).sum() / (3 * weight.sum())
 
     def levels(self, n: int) -> torch.Tensor:
         """Noise levels of held-out videos, [n, frames]."""
-        if self.s.noise == "video":
-            return torch.full((n, self.s.frames), 0.5, device=self.device)
         odd = torch.arange(self.s.frames, device=self.device) % 2 == 1
         return torch.where(odd, self.s.noisy, self.s.clean).expand(n, -1)
 
@@ -169,16 +169,16 @@ class Run:
     def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
         """Error of objects in the noisy frames, by speed."""
         out = {}
-        for speed, (clean, mask, _, noise) in zip(SPEEDS, self.held_out):
+        for speed, (clean, mask, motion, noise) in zip(SPEEDS, self.held_out):
             t = self.levels(len(clean))
             x = mix(clean, noise, t)
-            guess = x - t[:, None, :, None, None] * self.velocity(model, x, t)
+            guess = x - t[:, None, :, None, None] * self.velocity(model, x, t, self.text(motion))
             error = ((guess - clean).square() * mask)[:, :, 1::2]
             out[str(speed)] = float(error.sum() / (mask[:, :, 1::2].sum() * 3))
         return out
 
-    def train(self, model: torch.nn.Module, groups: list[dict], steps: int, seed: int, handle: Any = None,
-              distill: int = 0, warm: int = 0) -> list[dict]:
+    def train(self, model: torch.nn.Module, groups: list[dict], steps: int, seed: int, every: int, batch: int,
+              handle: Any = None, distill: int = 0) -> list[dict]:
         """Curve of held-out errors; the first `distill` steps add the distillation loss."""
         cuda = self.device == "cuda"
         base = [g["lr"] for g in groups]
@@ -188,29 +188,29 @@ class Run:
         torch.manual_seed(seed)
         curve, start, step = [], time.perf_counter(), None
         for i in range(steps + 1):
-            if i % (max(1, steps // 4) if warm else self.s.every) == 0:
+            if i % every == 0 or i == steps:
                 curve.append({"step": i, "error": self.evaluate(model), "seconds": time.perf_counter() - start})
                 print(f"seed {self.seed}", curve[-1], flush=True)
             if i == steps:
                 break
-            for group, lr in zip(optimizer.param_groups, base):
-                # warm-up and a falling line for pre-training, constant for adaptation
-                now = lr * (min(1, (i + 1) / warm) * (1 - 0.95 * i / steps) if warm else 1.0)
+            for group, lr in zip(optimizer.param_groups, base):  # a short warm-up, then a falling line
+                now = lr * min(1, (i + 1) / max(1, steps // 20)) * (1 - 0.95 * i / steps)
                 if cuda:
                     group["lr"].fill_(now)
                 else:
                     group["lr"] = now
             if step is None or (handle is not None and i == distill):
-                step = self.stepper(model, optimizer, handle if i < distill else None)
+                step = self.stepper(model, optimizer, handle if i < distill else None, batch)
             step()
         return curve
 
-    def stepper(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> Callable[[], None]:
+    def stepper(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, handle: Any,
+                batch: int) -> Callable[[], None]:
         """One training step as a function, on a GPU as a CUDA graph; with a handle, it distils as well."""
 
         def step() -> None:
             with handle.distilling() if handle is not None else nullcontext():
-                loss = self.loss(model)
+                loss = self.loss(model, batch)
                 if handle is not None:
                     loss = loss + handle.distill_loss()
                 loss.backward()
@@ -243,8 +243,8 @@ def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...],
     dense = build(s).to(device)
     path = out / f"seed{seed}.json"
     result: dict[str, Any] = {"seed": seed, "setup": asdict(s), "device": _device_name(device), "arms": {}}
-    result["pretrain"] = run.train(dense, [{"params": list(dense.parameters()), "lr": s.lr}], s.pretrain, 1 + seed,
-                                   warm=max(1, s.pretrain // 20))
+    everything = [{"params": list(dense.parameters()), "lr": s.lr}]
+    result["pretrain"] = run.train(dense, everything, s.pretrain, 1 + seed, max(1, s.pretrain // 5), s.batch)
     _write(path, result)
     for arm in arms:
         print(f"seed {seed} {arm}", flush=True)
@@ -259,7 +259,7 @@ def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...],
             if offsets == "zero":
                 groups.pop()
         run.eager = eager or arm == "tap"  # its plain torch copies constants to the device, which a capture forbids
-        curve = run.train(model, groups, s.adapt, 1000 + seed, handle, s.distill)
+        curve = run.train(model, groups, s.adapt, 1000 + seed, s.every, s.adapt_batch, handle, s.distill)
         result["arms"][arm] = {"curve": curve}
         if handle is not None and arm != "window":
             result["arms"][arm]["offsets"] = offsets_and_motion(run, model, handle, out if seed == 0 and arm == "dsa"
@@ -283,7 +283,7 @@ def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Pa
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for speed, (clean, mask, velocity, noise) in zip(SPEEDS, run.held_out):
         t = run.levels(len(clean))
-        run.velocity(model, mix(clean, noise, t), t)
+        run.velocity(model, mix(clean, noise, t), t, run.text(velocity))
         mask = mask.clone()
         mask[:, :, ::2] = 0
         on = torch.nn.functional.max_pool3d(mask, (1, 2, 2)).flatten(1).bool()  # [n, tokens]
