@@ -236,34 +236,43 @@ class Run:
         return graph.replay
 
 
+def pretrained(run: Run) -> tuple[torch.nn.Module, list[dict]]:
+    """A dense model and its curve."""
+    s, model = run.s, build(run.s).to(run.device)
+    everything = [{"params": list(model.parameters()), "lr": s.lr}]
+    return model, run.train(model, everything, s.pretrain, 1 + run.seed, max(1, s.pretrain // 5), s.batch)
+
+
+def adapted(run: Run, dense: torch.nn.Module, arm: str, folder: Path | None) -> dict[str, Any]:
+    """One arm from the pre-trained weights; a field of offsets goes to `folder`."""
+    s, model, handle = run.s, copy.deepcopy(dense), None
+    groups = [{"params": list(model.parameters()), "lr": s.adapt_lr}]
+    torch.manual_seed(run.seed)
+    if arm != "dense":
+        offsets = {"dsa": "head", "window": "zero", "tap": "tap"}[arm]
+        config = graphopt.dsa.DSAConfig(window=s.window, offsets=offsets)
+        handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
+        if offsets != "zero":
+            groups.append({"params": list(handle.parameters()), "lr": s.head_lr, "weight_decay": 0.0})
+    result: dict[str, Any] = {}
+    result["curve"] = run.train(model, groups, s.adapt, 1000 + run.seed, s.every, s.adapt_batch, handle, s.distill)
+    if handle is not None and arm != "window":
+        result["offsets"] = offsets_and_motion(run, model, handle, folder)
+    return result
+
+
 def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...], eager: bool) -> None:
     """Everything of one seed; results are written after each arm."""
     run = Run(s, seed, device)
-    run.eager = eager
-    dense = build(s).to(device)
     path = out / f"seed{seed}.json"
     result: dict[str, Any] = {"seed": seed, "setup": asdict(s), "device": _device_name(device), "arms": {}}
-    everything = [{"params": list(dense.parameters()), "lr": s.lr}]
-    result["pretrain"] = run.train(dense, everything, s.pretrain, 1 + seed, max(1, s.pretrain // 5), s.batch)
+    run.eager = eager
+    dense, result["pretrain"] = pretrained(run)
     _write(path, result)
     for arm in arms:
         print(f"seed {seed} {arm}", flush=True)
-        model, handle = copy.deepcopy(dense), None
-        groups = [{"params": list(model.parameters()), "lr": s.adapt_lr}]
-        torch.manual_seed(seed)
-        if arm != "dense":
-            offsets = {"dsa": "head", "window": "zero", "tap": "tap"}[arm]
-            config = graphopt.dsa.DSAConfig(window=s.window, offsets=offsets)
-            handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
-            groups.append({"params": list(handle.parameters()), "lr": s.head_lr, "weight_decay": 0.0})
-            if offsets == "zero":
-                groups.pop()
         run.eager = eager or arm == "tap"  # its plain torch copies constants to the device, which a capture forbids
-        curve = run.train(model, groups, s.adapt, 1000 + seed, s.every, s.adapt_batch, handle, s.distill)
-        result["arms"][arm] = {"curve": curve}
-        if handle is not None and arm != "window":
-            result["arms"][arm]["offsets"] = offsets_and_motion(run, model, handle, out if seed == 0 and arm == "dsa"
-                                                                else None)
+        result["arms"][arm] = adapted(run, dense, arm, out if seed == 0 and arm == "dsa" else None)
         _write(path, result)
 
 
