@@ -34,15 +34,15 @@ def steps(model: Any, latents: list[torch.Tensor], parameters: list[nn.Parameter
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     for x in latents:
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        model(x).float().square().mean().backward()
         last = {i: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for i, p in enumerate(parameters)}
         optimizer.step()
     return last
 
 
-def build(**sizes: int) -> tuple[nn.Module, graphopt.dsa.Handle]:
+def build(dtype: torch.dtype, **sizes: int) -> tuple[nn.Module, graphopt.dsa.Handle]:
     torch.manual_seed(0)
-    model = tiny_video.TinyVideo(2, **sizes)
+    model = tiny_video.TinyVideo(2, **sizes).to(dtype)
     handle = graphopt.dsa.convert(model, graphopt.dsa.DSAConfig((1, 3, 3)), select="blocks.*.attn")
     for p in handle.parameters():
         nn.init.normal_(p, std=0.1)
@@ -50,10 +50,17 @@ def build(**sizes: int) -> tuple[nn.Module, graphopt.dsa.Handle]:
 
 
 def sharded(model: Any, way: str) -> Any:
-    """FSDP2 around each block and the model; in bf16 with fp32 weights behind it where the way says so."""
+    """FSDP2 around each block and the model.
+
+    "mixed": computing in bf16, all weights fp32.  "bf16": the model in bf16, its heads fp32 and sharded apart, because
+    FSDP2 wants one dtype per group.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    more = {"mp_policy": policy} if way == "bf16" else {}
+    more = {"mp_policy": policy} if way == "mixed" else {}
     model.checkpointing = way == "checkpointed"
+    if way == "bf16":
+        for head in graphopt.dsa.handle_of(model).layers.values():
+            fully_shard(head)
     for block in model.blocks:
         if way != "checkpointed":
             block.compile(backend="graphopt", options=AOT)
@@ -70,15 +77,19 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.manual_seed(1)
     latents = [tiny_video.latent(4, *grid).to(device) for grid in ((3, 4, 5), (3, 5, 4))]
-    halves = [x[2 * rank : 2 * rank + 2] for x in latents]
     found: dict[str, dict[str, float]] = {}
-    for way in ("checkpointed", "per block", "bf16"):
-        base, _ = build(**({"width": 128, "heads": 2} if way == "bf16" else {}))  # heads of 64: kernels, on a GPU
+    for way in ("checkpointed", "per block", "mixed", "bf16"):
+        torch._dynamo.reset()
+        low = way in ("mixed", "bf16")
+        dtype = torch.bfloat16 if way == "bf16" else torch.float32
+        base, _ = build(dtype, **({"width": 128, "heads": 2} if low else {}))  # heads of 64: kernels, on a GPU
         base.to(device)
         names = [n for n, _ in base.named_parameters()]
         model = sharded(copy.deepcopy(base), way)
+        halves = [x[2 * rank : 2 * rank + 2].to(dtype) for x in latents]
+        base.float()
         want = steps(base, latents, list(base.parameters()))
-        floor = (1e-2 if way == "bf16" else 1e-3) * max(float(g.norm()) for g in want.values())
+        floor = (1e-2 if low else 1e-3) * max(float(g.norm()) for g in want.values())
         got = steps(model, halves, list(model.parameters()))
         gaps = {n: float((got[i] - want[i]).norm() / max(float(want[i].norm()), floor)) for i, n in enumerate(names)}
         found[way] = {"all": max(gaps.values()), "heads": max(g for n, g in gaps.items() if ".dsa." in n)}

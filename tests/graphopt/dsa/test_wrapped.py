@@ -25,9 +25,10 @@ def found(tmp_path_factory) -> dict:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(("way", "limit"), [("checkpointed", 1e-5), ("per block", 1e-5), ("bf16", 0.1)])
+@pytest.mark.parametrize(("way", "limit"), [
+    ("checkpointed", 1e-5), ("per block", 1e-5), ("mixed", 0.1), ("bf16", 0.15)])
 def test_gradients_are_those_of_one_process(found: dict, way: str, limit: float) -> None:
-    """In bf16 against the fp32 gradients."""
+    """Those in bf16 against fp32 gradients."""
     assert found[way]["all"] <= limit
     assert found[way]["heads"] <= limit
 
