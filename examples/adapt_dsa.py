@@ -146,11 +146,15 @@ class Run:
         places = torch.arange(16, device=self.device) - max(SPEEDS)
         return torch.stack([told[:, :1] == places, told[:, 1:] == places - 8], 1).float()
 
-    def velocity(self, model: torch.nn.Module, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """What the model says noise - video is, for videos x at noise levels t [n, frames]."""
+    def call(self, f: Callable[..., Any], x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> Any:
+        """f as the model is called, for videos x at noise levels t [n, frames]."""
         tokens = t.repeat_interleave((self.s.pixels // 2) ** 2, 1) * 1000
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda", cache_enabled=False):
-            return model(hidden_states=x, timestep=tokens, encoder_hidden_states=text, return_dict=False)[0].float()
+            return f(hidden_states=x, timestep=tokens, encoder_hidden_states=text, return_dict=False)
+
+    def velocity(self, model: torch.nn.Module, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """What the model says noise - video is."""
+        return self.call(model, x, t, text)[0].float()
 
     def loss(self, model: torch.nn.Module, n: int) -> torch.Tensor:
         """The flow-matching loss of a fresh batch of n."""
@@ -281,7 +285,8 @@ def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Pa
     """How the learned offsets (mean over taps) relate to the motion of objects in noisy frames, per layer and head.
 
     slope: least squares of the offset (h, w) on the object's velocity, tokens per frame, over tokens on objects; 1 or
-    -1 would be following it into the next or the last frame.  correlation: of the same pairs.
+    -1 would be following it into the next or the last frame.  correlation: of the same pairs.  inside, inside_fixed:
+    the share of dense attention in the window with the offsets and with none, of the first video of the highest speed.
     """
     s = run.s
     seen: dict[str, torch.Tensor] = {}
@@ -300,6 +305,8 @@ def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Pa
             each = y.float().permute(0, 2, 1, 3)[on]  # [tokens on objects, heads, 3]
             moves = velocity[:, None].expand(-1, on.shape[1], -1)[on]
             pairs.setdefault(name, []).append((each, moves))
+        if speed == SPEEDS[-1]:
+            probe = run.call(handle.probe, mix(clean, noise, t), t, run.text(velocity))
         if folder is not None and speed == SPEEDS[-1]:
             fields = torch.stack([y[0].float() for y in seen.values()])  # [layers, heads, tokens, 3]
             torch.save({"offsets": fields.half().cpu(), "video": clean[0].half().cpu(), "velocity": velocity[0].cpu(),
@@ -313,7 +320,8 @@ def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Pa
         correlation = (d - d.mean(1, keepdim=True)) @ (v - v.mean()) / (
             d.std(1) * v.std() * (len(v) - 1)).clamp_min(1e-6)
         found[name] = {"slope": slope.tolist(), "correlation": correlation.tolist(),
-                       "mean_abs": each.abs().mean((0, 1)).tolist()}
+                       "mean_abs": each.abs().mean((0, 1)).tolist(), "inside": probe.layers[name].inside,
+                       "inside_fixed": probe.layers[name].inside_fixed}
     return found
 
 
