@@ -40,6 +40,13 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "adapt_dsa.json").read_text())["rows"]
 
 
+def alone(setup: dict[str, Any]) -> float:
+    """Error of the best linear estimate of a colour (uniform in -1 .. 1) from the noisy pixels of its token."""
+    level = setup["noisy"]
+    noise, colour = (level / (1 - level)) ** 2 / 4, 1 / 3
+    return colour * noise / (colour + noise)
+
+
 def table(folder: Path) -> str:
     """Final held-out errors, mean and range over seeds."""
     seeds = _rows(folder)
@@ -74,6 +81,7 @@ def plot(folder: Path) -> None:
             values = torch.tensor([[p["error"][str(v)] for p in c] for c in curves])
             line, = ax.plot(steps, values.mean(0), label=arm, lw=1.5)
             ax.fill_between(steps, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color(), lw=0)
+        ax.axhline(alone(seeds[0]["setup"]), color="grey", ls=":", lw=1, label="best from the frame alone (linear)")
         ax.set_title(f"{v} tokens per frame", fontsize=9)
         ax.set_xlabel("steps after conversion", fontsize=8)
         ax.set_yscale("log")
@@ -84,7 +92,7 @@ def plot(folder: Path) -> None:
     if (folder / "offsets.pt").exists():
         saved = torch.load(folder / "offsets.pt")
         (T, H, W), fields = saved["grid"], saved["offsets"].float()
-        frames = [0, T // 2, T - 1]
+        frames = [T // 2 - 1, T // 2, T // 2 + 1]
         # the heads whose offsets on this video are longest
         size = fields[..., 1:].norm(dim=-1).mean(-1)
         best = size.flatten().topk(min(3, size.numel())).indices.tolist()
@@ -99,6 +107,7 @@ def plot(folder: Path) -> None:
                 ax.quiver(range(W), range(H), field[t, ..., 2], field[t, ..., 1], angles="xy", scale_units="xy",
                           scale=1, color="yellow", width=0.006)
                 vy, vx = saved["velocity"].tolist()
-                ax.set_title(f"layer {layer} head {head} frame {t}, motion ({vy:.0f}, {vx:.0f})", fontsize=7)
+                ax.quiver(W / 2, H / 2, vx, vy, angles="xy", scale_units="xy", scale=1, color="white", width=0.012)
+                ax.set_title(f"layer {layer} head {head} frame {t}, white: motion to the next frame", fontsize=7)
                 ax.set_axis_off()
         fig.savefig(folder / "offsets.png", dpi=110)
