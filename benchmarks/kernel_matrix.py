@@ -59,8 +59,8 @@ MADE = dict(commit=commit(), torch=torch.__version__, triton=triton_version())
 # a relative error over fewer elements than this scatters (a row of 3 with a small variance outweighs all others): where
 # it is outside, it is measured again with more seeds, and that counts
 FEW, MANY_SEEDS = 2000, 64
-# GPU memory of one case in bytes per element of x: fp64 eager with its autograd, eager, ours
-BYTES = 260
+# GPU memory of one case in bytes per element of x: eager and ours; of one sample, fp64 eager with its autograd
+BYTES, BYTES_FP64 = 130, 130
 Cell = tuple[str, int, str, bool]  # fusion, width, dtypes; True: the 4,095 rows of the covering design, apart
 Case = tuple[int, int, float]
 
@@ -144,8 +144,8 @@ def run_cell(cell: Cell, device: str, memory: Memory) -> dict[str, Any]:
     start = time.perf_counter()
     row: dict[str, Any] = dict(fusion=fusion, D=D, dtypes=dtypes, long=long, runs=0, failed=[], worst=0.0, worst_at="")
     for B, S, mean in cases(cell, full=gpu):
-        large = gpu and B * S * D > 4e6
-        taken = memory.take(B * S * D * BYTES) if large else 0
+        large = gpu and B * S * D > accuracy.LARGE
+        taken = memory.take(S * D * (B * BYTES + BYTES_FP64)) if large else 0
         where = f"D={D} B={B} S={S}" + (f" mean={mean:g}" if mean else "")
         try:
             with poisoned():

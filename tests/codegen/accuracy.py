@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphopt.codegen import kernels
 
+LARGE = 4_000_000  # elements of x
 # name -> dtype of the activations, dtype of the factors
 DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16), "bf16-fp32": (torch.bfloat16, torch.float32),
@@ -89,6 +90,24 @@ def gradients(outs: list[Tensor], t: dict, cotangents: list[Tensor]) -> list[Ten
     return list(torch.autograd.grad(outs, leaves(t), [c.to(o.dtype) for o, c in zip(outs, cotangents)]))
 
 
+def in_fp64(form: Form, t: dict, cotangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients of all leaves in fp64; of large tensors one sample after another, which takes less memory."""
+    B = t["x"].shape[0]
+    parts = [slice(b, b + 1) for b in range(B)] if t["x"].numel() > LARGE else [slice(0, B)]
+    each = [v.dim() == t["x"].dim() and v.shape[0] == B for v in leaves(t)]
+    outs: list[list[Tensor]] = []
+    grads: list[list[Tensor]] = []
+    for part in parts:
+        one = [v.detach()[part] if own else v.detach() for v, own in zip(leaves(t), each)]
+        sample = with_leaves(t, [v.double().requires_grad_() for v in one])
+        found = chain(form, sample)
+        grads.append(gradients(found, sample, [c[part] for c in cotangents]))
+        outs.append([o.detach() for o in found])
+        del sample, found
+    joined = [torch.cat(o) for o in zip(*outs)]
+    return joined, [torch.cat(g) if own else sum(g) for g, own in zip(zip(*grads), each, strict=True)]
+
+
 def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool = False) -> list[Measured]:
     """Every output and gradient, over the trials together (a few elements alone would measure luck).
 
@@ -113,11 +132,7 @@ def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool 
         finite = all_true([torch.isfinite(g).all() for g in got])
         assert all(finite), f"gradients that are not finite: {finite}"
         outs = [o.detach() for o in outs]
-        truth_t = with_leaves(t, [v.detach().double().requires_grad_() for v in leaves(t)])
-        truth = chain(form, truth_t)
-        want = gradients(truth, truth_t, cotangents)
-        truth = [o.detach() for o in truth]
-        del truth_t
+        truth, want = in_fp64(form, t, cotangents)
         rough_t = with_leaves(t, [v.detach().clone().requires_grad_() for v in leaves(t)])
         rough = chain(form, rough_t)
         rough_grads = gradients(rough, rough_t, cotangents)

@@ -168,11 +168,20 @@ class Verdict:
         return f"mean {self.mean:.3f} (1 +- {self.uncertainty:.3f}, {self.batches} batches), worst {most:.2f} at {name}"
 
 
+class NotFinite(AssertionError):
+    """A side of the comparison, `side`, has values that are not finite."""
+
+    def __init__(self, side: str, message: str) -> None:
+        super().__init__(message)
+        self.side = side
+
+
 def finite(side: str, tensors: Result) -> None:
-    """Raise AssertionError where a tensor has a value that is not finite."""
+    """Raise NotFinite where a tensor has a value that is not finite."""
     right = torch.stack([torch.isfinite(t).all() for t in tensors.values()]).tolist()
     bad = [n for n, ok in zip(tensors, right, strict=True) if not ok]
-    assert not bad, f"{side} is not finite: {len(bad)} of {len(tensors)} tensors, {', '.join(bad[:4])}"
+    if bad:
+        raise NotFinite(side, f"{side} is not finite: {len(bad)} of {len(tensors)} tensors, {', '.join(bad[:4])}")
 
 
 def same_form(got: Result, eager: Result) -> None:
