@@ -12,7 +12,8 @@ The plan of each policy is also simulated, here and for `--plan-ranks`.
 
 `gain_over_equal_token` is of tokens/s; a few steps of two policies hold other samples, so `gain_same_work` compares the
 busy shares instead (work done per second).  `zero_bubble_gain` is what the simulator, with the fit and without noise,
-gives a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
+gives a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.  Steps of the
+policies take turns; `share_of_zero_bubble_gain` is the measured gain over the simulated one, with its 95 % interval.
 
 Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--compile-only` fills Inductor's caches.
 """
@@ -38,6 +39,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import _results  # noqa: E402
 import schedule_data as data  # noqa: E402
+from schedule_gains import gains, rates, row_of, seconds_of_shapes  # noqa: E402
 from schedule_job import CAPTION, SYSTEMS, Job, every_rank  # noqa: E402
 from schedule_shape import start  # noqa: E402
 
@@ -48,7 +50,7 @@ from graphopt.schedule.costmodel import CostFit, write_json  # noqa: E402
 from graphopt.schedule.dataset import Samples  # noqa: E402
 from graphopt.schedule.plan import Plan  # noqa: E402
 from graphopt.schedule.planner import plan_batches  # noqa: E402
-from graphopt.schedule.simulate import cv, simulate  # noqa: E402
+from graphopt.schedule.simulate import simulate  # noqa: E402
 
 ROWS = 16_000
 
@@ -152,67 +154,61 @@ def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, 
     return plans
 
 
-def rates(plan: Plan, fit: CostFit, steps: int | None = None) -> tuple[float, float]:
-    """Tokens/s by the fit, as planned and if no rank ever waited; over the first steps or all (but step 0)."""
-    step = plan.column("step").astype(np.int64)
-    n = len(plan) if steps is None else min(steps, len(plan))
-    cost = np.zeros((len(plan), plan.groups))
-    np.add.at(cost, (step, plan.column("rank")), plan.column("cost_s"))
-    cost /= np.ones(plan.groups) if plan.manifest["layout"]["speeds"] is None else plan.manifest["layout"]["speeds"]
-    tokens = np.bincount(step, plan.column("tokens"), len(plan))
-    which = slice(1, n) if n > 2 else slice(0, n)
-    wall, mean = (x[which].sum() + fit.step_overhead_s * len(x[which]) for x in (cost.max(1), cost.mean(1)))
-    return float(tokens[which].sum() / wall), float(tokens[which].sum() / mean)
-
-
-def run(job: Job, plan: Plan, fit: CostFit, o: argparse.Namespace) -> dict:
-    """Some steps of a plan, then the same microbatches without the other ranks."""
-    loader = graphopt.PlanLoader(Rows(), plan, num_workers=o.workers)
-    todo = [mb for mb in loader.sampler.microbatches() if mb.plan_step < o.steps]
-    shapes = {mb.shape for mb in todo}
-    for s in sorted(shapes, reverse=True, key=lambda s: s.B * s.S):
+def run(job: Job, plans: dict[str, Plan], fit: CostFit, o: argparse.Namespace, say: Callable) -> dict[str, dict]:
+    """Some steps of each plan in turn (step 0 of all, step 1 of all, ..), so that what the machine does meanwhile
+    meets all of them; then the same microbatches, in the same order, without the other ranks."""
+    loaders = {p: graphopt.PlanLoader(Rows(), plan, num_workers=o.workers) for p, plan in plans.items()}
+    steps = min(o.steps, *(len(plan) for plan in plans.values()))
+    todo = {p: [[] for _ in range(steps)] for p in plans}
+    for p, loader in loaders.items():
+        for mb in loader.sampler.microbatches():
+            if mb.plan_step >= steps:
+                break
+            todo[p][mb.plan_step].append(mb)
+    shapes = {p: {mb.shape for step in todo[p] for mb in step} for p in plans}
+    for s in sorted(set().union(*shapes.values()), reverse=True, key=lambda s: s.B * s.S):
         job.alone(s)  # libraries choose their kernels at the first call of a shape
     job.clear()
+    say(f"first calls of {len(set().union(*shapes.values()))} shapes")
+    batches = {p: iter(loader) for p, loader in loaders.items()}
     job.meet()
-    marks, tokens = [job.mark()], []
-    for _, mb in loader:
-        job.microbatch(mb)
-        tokens.append([mb.plan_step, mb.tokens])
-        if mb.last:
+    marks, host = [job.mark()], [time.perf_counter()]
+    for i in range(steps):
+        for p in plans:
+            for mb in todo[p][i]:
+                _, travelling = next(batches[p])
+                assert travelling.samples == mb.samples, (travelling, mb)
+                job.microbatch(travelling)
             marks.append(job.mark())
-            if len(marks) > o.steps:
-                break
-    wall = np.diff(every_rank(np.cumsum(job.seconds(marks)), job.device).max(0), prepend=0.0)
-    job.alone(todo[0].shape)  # gather the parameters
+            host.append(time.perf_counter())
+    here = np.cumsum(job.seconds(marks))
+    lead = every_rank(here - np.diff(host).cumsum(), job.device).min(0)  # how far the host is ahead of the device
+    wall = np.diff(every_rank(here, job.device).max(0), prepend=0.0)
+    say(f"{steps} steps of each")
+    again = min(o.replay or steps, steps)
+    job.alone(todo[next(iter(plans))][0][0].shape)  # gather the parameters
     job.meet()
     marks = [job.mark()]
-    again = min(o.replay or o.steps, len(wall))
-    for mb in (mb for mb in todo if mb.plan_step < again):
-        job.alone(mb.shape)
-        if mb.last:
-            marks.append(job.mark())
-    load = every_rank(job.seconds(marks), job.device)  # [ranks, steps]
+    for i in range(again):
+        for p in plans:
+            for mb in todo[p][i]:
+                job.alone(mb.shape)
+                marks.append(job.mark())
+    each = iter(job.seconds(marks))
+    took = {p: [[] for _ in range(again)] for p in plans}
+    for i in range(again):
+        for p in plans:
+            took[p][i] = [float(next(each)) for _ in todo[p][i]]
     job.clear()
-    done = np.bincount([s for s, _ in tokens], [t for _, t in tokens], len(wall))
-    done = every_rank(done, job.device).sum(0)
-    predicted = plan.step_table.column("max_s").to_numpy()[: len(wall)] + fit.step_overhead_s
-    # The first step meets a cold loader, and the plan's largest microbatch.
-    warm = slice(1, None) if len(wall) > 2 else slice(None)
-    error = predicted[warm] / wall[warm] - 1
-    busy = load[:, warm]
-    simulated = simulate(plan, fit, noise=0.0)
-    return {
-        "steps": len(wall[warm]), "tokens_per_s": float(done[warm].sum() / wall[warm].sum()),
-        "tokens_per_step": float(done[warm].mean()), "plan_tokens_per_step": simulated.tokens_per_step,
-        "limit_fraction": float(busy.mean(0).sum() / wall[:again][warm].sum()),
-        "bubble": float(1 - busy.mean(0).sum() / busy.max(0).sum()), "replayed": busy.shape[1],
-        "load_cv": cv(busy.ravel()), "step_cv": cv(wall[warm]), "token_cv": cv(done[warm]),
-        "mape": float(np.abs(error).mean()), "bias": float(error.mean()), "shapes": len(shapes), "oom": 0,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
-        "step_s": wall.tolist(), "predicted_s": predicted.tolist(), "busy_s": load.tolist(),
-        "simulated_limit_fraction": simulated.limit_fraction, "simulated_tokens_per_s": simulated.tokens_per_s,
-        "simulated_bubble": simulated.bubble,
-    }  # fmt: skip
+    rows = {}
+    for n, (p, plan) in enumerate(plans.items()):
+        load = every_rank([sum(x) for x in took[p]], job.device)  # [ranks, steps]
+        done = every_rank([sum(mb.tokens for mb in step) for step in todo[p]], job.device).sum(0)
+        rows[p] = row_of(plan, fit, wall[n :: len(plans)], load, done)
+        rows[p] |= {"shapes": len(shapes[p]), "host_ahead_s": lead[n :: len(plans)].tolist(),
+                    "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
+                    "microbatch_s": seconds_of_shapes(todo[p], took[p])}  # fmt: skip
+    return rows
 
 
 def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) -> list[dict]:
@@ -270,6 +266,7 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--compile-only", action="store_true", help="compile what a run needs, and stop")
+    p.add_argument("--after", type=Path, help="compile, then wait up to 2 minutes for this file before measuring")
     p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
     o = p.parse_args()
@@ -290,6 +287,9 @@ def main() -> None:
     if o.compile_only:
         dist.destroy_process_group()
         return
+    while o.after and not o.after.exists() and time.perf_counter() < begin + 120:
+        time.sleep(0.2)
+    job.meet()
     fit, host, speeds = fit_here(job, grids, o, m_mem)
     # Rank 0's numbers are everyone's (they are equal, but for rounding of the overhead).
     box = [fit.to_json()]
@@ -307,41 +307,28 @@ def main() -> None:
              "coefficients": fit.coefficients, "step_overhead_s": fit.step_overhead_s, "host_s": host,
              "speeds": speeds.tolist(), "graphs": graphs()}]  # fmt: skip
     plans = plans_of(samples, fit, o, m_mem, ranks, speeds if o.speeds else None)
+    plans = {p: plans[p] for p in o.policies.split(",")}
     say("planned")
-    for policy in o.policies.split(","):
-        plan = plans[policy]
-        k = plan.manifest["layout"]["microbatches"]
-        row = {**common, "ranks": ranks, "policy": policy, "tau": o.tau, "mode": "measured", "simulated": False,
-               "microbatches": None if policy == "step_balanced" else k}  # fmt: skip
-        twin = next((r for r in rows if r["policy"] and plan.table() == plans[r["policy"]].table()), None)
-        if twin:  # where one longest sample fills memory, adaptive_load's limits are equal_token's
-            rows.append({**twin, **row, "same_plan_as": twin["policy"]})
-            say(policy, "is the plan of", twin["policy"])
-            continue
-        try:
-            row |= run(job, plan, fit, o)
-        except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
-            schedule.save([{**row, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
-            raise
-        kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
-        rows.append({**row, "graphs": graphs(), "graphs_kept": kept})
-        if first:
-            schedule.save(rows, o.machine, folder=o.out)
-        lists = ("step_s", "predicted_s", "busy_s")
-        say({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items() if k not in lists})
-    by = {r["policy"]: r for r in rows if r["mode"] == "measured"}
-    if {"step_balanced", "equal_token"} <= set(by):
-        for suffix, n in (("", None), ("_steps", o.steps)):
-            planned, _ = rates(plans["equal_token"], fit, n)
-            bound = rates(plans["step_balanced"], fit, n)[1] / planned - 1
-            for policy, r in by.items():
-                r[f"zero_bubble_gain{suffix}"] = bound
-                r[f"planned_gain{suffix}"] = rates(plans[policy], fit, n)[0] / planned - 1
-        for r in by.values():
-            base = by["equal_token"]
-            r["gain_over_equal_token"] = r["tokens_per_s"] / base["tokens_per_s"] - 1
-            r["gain_same_work"] = r["limit_fraction"] / base["limit_fraction"] - 1
-            say(r["policy"], {k: round(v, 4) for k, v in r.items() if "gain" in k})
+    # Where one longest sample fills memory, adaptive_load's limits are equal_token's.
+    table = {p: plan.table() for p, plan in plans.items()}
+    twin = {p: next((q for q in plans if q == p or table[p] == table[q]), p) for p in plans}
+    row = {**common, "ranks": ranks, "tau": o.tau, "mode": "measured", "simulated": False}
+    try:
+        found = run(job, {p: plans[p] for p in plans if twin[p] == p}, fit, o, say)
+    except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
+        schedule.save([{**row, "policy": o.policies, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
+        raise
+    kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
+    by = {p: {**row, "policy": p, "graphs": graphs(), "graphs_kept": kept, **found[twin[p]],
+              "microbatches": None if p == "step_balanced" else plans[p].manifest["layout"]["microbatches"],
+              "same_plan_as": twin[p] if twin[p] != p else None} for p in plans}  # fmt: skip
+    for p in by:
+        by[p] |= gains(p, by, plans, fit) if {"step_balanced", "equal_token"} <= set(by) else {}
+        lists = ("step_s", "predicted_s", "busy_s", "step_tokens", "host_ahead_s", "microbatch_s")
+        say({k: round(v, 4) if isinstance(v, float) else v for k, v in by[p].items() if k not in lists})
+    rows += by.values()
+    if first:
+        schedule.save(rows, o.machine, folder=o.out)
     if first:
         rows += simulated(fit, o, common, say)
         say(schedule.save(rows, o.machine, folder=o.out))
