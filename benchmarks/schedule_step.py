@@ -138,7 +138,7 @@ def fit_here(job: Job, grids: list[tuple[int, int, int]], o: argparse.Namespace,
 
 def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, ranks: int,
              speeds: np.ndarray | None = None) -> dict[str, Plan]:
-    """Every policy with the global batch of step_balanced at tau, rounded up to whole microbatches."""
+    """Every policy with the global batch of step_balanced at tau: one or more microbatches a step, or both in turn."""
     balanced = plan_batches(samples, fit, ranks=ranks, m_mem=m_mem, tau=o.tau, seed=o.seed,
                             speeds=None if speeds is None else speeds.tolist())  # fmt: skip
     wanted = balanced.manifest["totals"]["tokens"] / len(balanced)
@@ -150,7 +150,7 @@ def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, 
         more |= {"ranks": ranks, "m_mem": m_mem, "policy": policy, "seed": o.seed}
         one = plan_batches(samples, fit, **more)
         per = one.manifest["totals"]["tokens"] / len(one)
-        plans[policy] = plan_batches(samples, fit, microbatches=max(1, round(wanted / per)), **more)
+        plans[policy] = plan_batches(samples, fit, microbatches=max(1.0, wanted / per), **more)
     return plans
 
 

@@ -75,7 +75,7 @@ def plan(
     sync: Annotated[
         str, typer.Option(help="step (DDP, FSDP2 ZeRO-1 style) or microbatch (ZeRO-3, pipelines).")
     ] = "step",
-    microbatches: Annotated[int | None, typer.Option(help="K, where the mode fixes it.")] = None,
+    microbatches: Annotated[float | None, typer.Option(help="K, where the mode fixes it.")] = None,
     allowed_b: Annotated[str | None, typer.Option(help="The only batch sizes to use, e.g. 1,2,4,8.")] = None,
     speeds: Annotated[str | None, typer.Option(help="Relative speed of each data-parallel group.")] = None,
     uneven: Annotated[
