@@ -28,30 +28,25 @@ def gains(policy: str, rows: dict[str, dict], plans: dict[str, Plan], fit: CostF
     """Of a policy over equal_token, measured and as the fit has it, with 95 % intervals over the steps (4,000 draws of
     steps with replacement: measured and simulated gain are of the same steps in each)."""
     bound = rates(plans["step_balanced"], fit)[1] / (planned := rates(plans["equal_token"], fit)[0]) - 1
-    one, base = rows[policy], rows["equal_token"]
-    if one is base:
-        return {"zero_bubble_gain": bound, "planned_gain": 0.0, "gain_same_work": 0.0, "gain_over_equal_token": 0.0}
-    out = {"zero_bubble_gain": bound, "planned_gain": rates(plans[policy], fit)[0] / planned - 1,
-           "gain_same_work": one["limit_fraction"] / base["limit_fraction"] - 1}  # fmt: skip
-    draw = np.random.default_rng(0)
-    ours, theirs, zero = (per_step(r, plans[p], fit) for r, p in
-                          ((one, policy), (base, "equal_token"), (rows["step_balanced"], "step_balanced")))  # fmt: skip
-    pick = lambda x: x[:, draw.integers(0, x.shape[1], (4001, x.shape[1]))]
-    drawn = []
-    for x in (ours, theirs, zero):
-        y = pick(x)
-        y[:, 0] = x  # the first draw is what was measured
-        drawn.append(y.sum(2))  # tokens, wall, planned, level: [4, draws]
-    a, b, z = drawn if policy != "step_balanced" else (drawn[0], drawn[1], drawn[0])
-    measured = a[0] / a[1] / (b[0] / b[1]) - 1
-    steps = z[0] / z[3] / (b[0] / b[2]) - 1
-    interval = lambda x: np.quantile(x[1:], [0.025, 0.975]).tolist()
+    random = np.random.default_rng(0)
+    drawn = {}  # tokens, wall, planned, level: [4, draws]; the first draw is what was measured
+    for p in dict.fromkeys((policy, "equal_token", "step_balanced")):
+        x = per_step(rows[p], plans[p], fit)
+        pick = random.integers(0, x.shape[1], (4001, x.shape[1]))
+        pick[0] = np.arange(x.shape[1])
+        drawn[p] = x[:, pick].sum(2)
+    one, base, zero = (drawn[p] for p in (policy, "equal_token", "step_balanced"))
+    measured = one[0] / one[1] / (base[0] / base[1]) - 1
+    steps = zero[0] / zero[3] / (base[0] / base[2]) - 1
     share = measured / np.where(steps == 0, np.nan, steps)
-    return out | {
+    interval = lambda x: np.nanquantile(x[1:], [0.025, 0.975]).tolist()
+    return {
+        "zero_bubble_gain": bound, "planned_gain": rates(plans[policy], fit)[0] / planned - 1,
+        "gain_same_work": rows[policy]["limit_fraction"] / rows["equal_token"]["limit_fraction"] - 1,
         "gain_over_equal_token": float(measured[0]), "gain_interval": interval(measured),
-        "zero_bubble_gain_steps": float(steps[0]), "share_of_zero_bubble_gain": float(share[0]),
-        "share_interval": interval(share),
-        "planned_gain_steps": float(a[0, 0] / a[2, 0] / (b[0, 0] / b[2, 0]) - 1),
+        "zero_bubble_gain_steps": float(steps[0]),
+        "planned_gain_steps": float(one[0, 0] / one[2, 0] / (base[0, 0] / base[2, 0]) - 1),
+        "share_of_zero_bubble_gain": float(share[0]), "share_interval": interval(share),
     }  # fmt: skip
 
 
