@@ -102,6 +102,8 @@ def main() -> None:
     p.add_argument("--timeout", type=float, default=40, help="of the process group, seconds")
     p.add_argument("--out", type=Path)
     o = p.parse_args()
+    if not EXAMPLE.exists():
+        raise SystemExit(f"{EXAMPLE} is not there: the drill runs from a source tree")
     gpus = torch.cuda.device_count()
     machine = o.machine or _results.machine() + ("x2" if gpus > 1 else "")
     failed = False
