@@ -45,7 +45,7 @@ from schedule_shape import start  # noqa: E402
 
 import graphopt  # noqa: E402
 import schedule  # noqa: E402
-from graphopt.schedule.bench import Shape  # noqa: E402
+from graphopt.schedule.bench import Runs, Shape  # noqa: E402
 from graphopt.schedule.costmodel import CostFit, write_json  # noqa: E402
 from graphopt.schedule.dataset import Samples  # noqa: E402
 from graphopt.schedule.plan import Plan  # noqa: E402
@@ -113,12 +113,29 @@ def timed(job: Job, call: Callable[[int], None], times: int) -> np.ndarray:
     return every_rank(job.seconds(marks)[times // 3 :], job.device)
 
 
+def runs_key(o: argparse.Namespace) -> dict:
+    """What measured times hold for."""
+    return {"layers": o.layers, "system": o.system, "checkpoint": o.checkpoint, "cap": o.cap, "shrink": o.shrink,
+            "commit": schedule.commit()}  # fmt: skip
+
+
+def runs_file(o: argparse.Namespace, key: dict) -> Path | None:
+    """Where the sweep's runs are kept; runs of another commit are measured again, a second tau takes the first's."""
+    if not o.out:
+        return None
+    path = o.out / f"schedule_step_runs_{o.system}_{o.cap}.json"
+    here = {**key, "world_size": dist.get_world_size(), "torch": torch.__version__}
+    if dist.get_rank() == 0 and path.exists() and not here.items() <= Runs.load(path).key.items():
+        path.unlink()
+    dist.barrier()
+    return path
+
+
 def fit_here(job: Job, grids: list[tuple[int, int, int]], o: argparse.Namespace, m_mem: int):
     """(fit with the overhead of a step, the largest host share, relative speed of each rank)."""
     shapes = [Shape(b, *g, CAPTION) for g in grids for b in (1, 2, 4, 8) if b == 1 or b * np.prod(g) <= m_mem / 2]
     runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, warmup=3, device=job.device, reset=job.clear,
-                                    progress=False, queued=True, key={"layers": o.layers, "system": o.system},
-                                    path=o.out / "schedule_step_runs.json" if o.out else None)  # fmt: skip
+                                    progress=False, queued=True, key=(key := runs_key(o)), path=runs_file(o, key))
     fit = graphopt.fit_cost(runs, refuse=False)
     ok = [r for r in runs.rows if r["status"] == "ok"]
     host = max((r["host_s"] for r in ok if "host_s" in r), default=0.0)

@@ -46,8 +46,13 @@ def test_every_policy_in_a_real_loop(tmp_path):
         assert len(r["step_s"]) == len(r["predicted_s"]) == 4
         assert [len(x) for x in r["busy_s"]] == [4, 4]
         assert r["graphs"] <= 4
-        assert {"gain_over_equal_token", "zero_bubble_gain", "zero_bubble_gain_steps"} <= set(r)
+        assert {"gain_over_equal_token", "zero_bubble_gain", "zero_bubble_gain_steps", "share_interval"} <= set(r)
+        assert sum(n for *_, n, _ in r["microbatch_s"]) >= 8  # of both ranks, at least one a step
+        assert r["gain_interval"][0] <= r["gain_over_equal_token"] <= r["gain_interval"][1]
     assert measured["equal_token"]["gain_over_equal_token"] == 0
+    # the same global batch over the whole plan, to the last sample of an epoch
+    batch = [r["plan_tokens_per_step"] for r in measured.values()]
+    assert max(batch) / min(batch) < 1.05
     assert {r["policy"] for r in found if r["ranks"] == 4} == set(measured)
     again = [sys.executable, str(BENCHMARKS / "schedule_step.py"), "--plans-from", str(tmp_path / "schedule.json"), "--plan-ranks=2"]
     subprocess.run(again, check=True)
