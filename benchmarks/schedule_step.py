@@ -21,6 +21,7 @@ Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--c
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -86,6 +87,15 @@ def grids_of(samples: Samples, count: int) -> list[tuple[int, int, int]]:
     return [tuple(int(c[i]) for c in (samples.shapes.t, samples.shapes.h, samples.shapes.w)) for i in picked]
 
 
+def costly(samples: Samples, count: int) -> list[tuple[int, int, int]]:
+    """Grids of the token counts that most of the data set's time goes to, by tokens times samples times tokens."""
+    shapes = samples.shapes
+    work = np.bincount(samples.shape_id, minlength=len(shapes)) * shapes.tokens.astype(float) ** 1.6
+    _, first, inverse = np.unique(shapes.tokens, return_index=True, return_inverse=True)
+    picked = first[np.argsort(-np.bincount(inverse.reshape(-1), work), kind="stable")[:count]]
+    return [tuple(int(c[i]) for c in (shapes.t, shapes.h, shapes.w)) for i in picked]
+
+
 def compile_all(job: Job, grids: list[tuple[int, int, int]]) -> float:
     """Both graphs of a block, B = 1 and more; seconds.  From a middling shape: what Inductor and the rules decide by
     size then fits most tokens."""
@@ -131,32 +141,33 @@ def runs_file(o: argparse.Namespace, key: dict) -> Path | None:
     return path
 
 
-def fit_here(job: Job, grids: list[tuple[int, int, int]], o: argparse.Namespace, m_mem: int):
+def fit_here(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int):
     """(fit with the overhead of a step, the largest host share, relative speed of each rank)."""
+    grids = grids_of(samples, o.shapes)
     shapes = [Shape(b, *g, CAPTION) for g in grids for b in (1, 2, 4, 8) if b == 1 or b * np.prod(g) <= m_mem / 2]
-    runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, warmup=3, device=job.device, reset=job.clear,
+    shapes += [Shape(1, *g, CAPTION) for g in costly(samples, o.sizes)]
+    runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, repeats=3, device=job.device, reset=job.clear,
                                     progress=False, queued=True, key=(key := runs_key(o)), path=runs_file(o, key))
-    fit = graphopt.fit_cost(runs, refuse=False)
+    fit = graphopt.fit_cost(runs, anchored=True, refuse=False)
     ok = [r for r in runs.rows if r["status"] == "ok"]
-    host = max((r["host_s"] for r in ok if "host_s" in r), default=0.0)
+    host = float(np.median([r["host_s"] for r in ok if "host_s" in r] or [0.0]))
     # How fast each rank is, on work it does at full power.
     long = max((r for r in ok if r["B"] == 1), key=lambda r: r["S"])
     long = Shape(*(long[d] for d in "BTHWL"))
     took = np.median(timed(job, lambda i: job.alone(long), o.speed_calls), 1)
     speeds = took.max() / took
-    # A step of one microbatch, less that microbatch: gather, reduce, optimizer.
-    middle = Shape(1, *grids[len(grids) * 2 // 3], CAPTION)
-    alone = timed(job, lambda i: job.alone(middle), 9)
+    # What a step takes beside its microbatches (gather, reduce, optimizer), from steps of one and of two in turn.
     job.clear()
-    whole = timed(job, lambda i: job.step_of([middle], i), 9)
-    overhead = float(np.median(whole.max(0)) - np.median(alone.max(0)))
+    middle = Shape(1, *grids[len(grids) // 2], CAPTION)
+    pairs = timed(job, lambda i: job.step_of([middle] * (1 + i % 2), i), 30).mean(0).reshape(-1, 2)
+    overhead = float(np.median(2 * pairs[:, 0] - pairs[:, 1]))
     return CostFit(**{**fit.__dict__, "step_overhead_s": max(0.0, overhead)}), host, speeds
 
 
-def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, ranks: int,
+def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, ranks: int, tau: float,
              speeds: np.ndarray | None = None) -> dict[str, Plan]:
     """Every policy with the global batch of step_balanced at tau: one or more microbatches a step, or both in turn."""
-    balanced = plan_batches(samples, fit, ranks=ranks, m_mem=m_mem, tau=o.tau, seed=o.seed,
+    balanced = plan_batches(samples, fit, ranks=ranks, m_mem=m_mem, tau=tau, seed=o.seed,
                             speeds=None if speeds is None else speeds.tolist())  # fmt: skip
     wanted = balanced.manifest["totals"]["tokens"] / len(balanced)
     plans = {"step_balanced": balanced}
@@ -171,11 +182,12 @@ def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, 
     return plans
 
 
-def run(job: Job, plans: dict[str, Plan], fit: CostFit, o: argparse.Namespace, say: Callable) -> dict[str, dict]:
+def run(job: Job, plans: dict[str, Plan], fit: CostFit, count: int, o: argparse.Namespace,
+        say: Callable) -> dict[str, dict]:
     """Some steps of each plan in turn (step 0 of all, step 1 of all, ..), so that what the machine does meanwhile
     meets all of them; then the same microbatches, in the same order, without the other ranks."""
     loaders = {p: graphopt.PlanLoader(Rows(), plan, num_workers=o.workers) for p, plan in plans.items()}
-    steps = min(o.steps, *(len(plan) for plan in plans.values()))
+    steps = min(count, *(len(plan) for plan in plans.values()))
     todo = {p: [[] for _ in range(steps)] for p in plans}
     for p, loader in loaders.items():
         for mb in loader.sampler.microbatches():
@@ -228,18 +240,46 @@ def run(job: Job, plans: dict[str, Plan], fit: CostFit, o: argparse.Namespace, s
     return rows
 
 
+def graphs() -> int:
+    """Graphs that torch has begun to compile in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: int, o: argparse.Namespace,
+            say: Callable) -> list[dict]:
+    """Result rows of every policy at one tau."""
+    say(f"planned, tau = {row['tau']}")
+    # Where one longest sample fills memory, adaptive_load's limits are equal_token's.
+    table = {p: plan.table() for p, plan in plans.items()}
+    twin = {p: next((q for q in plans if q == p or table[p] == table[q]), p) for p in plans}
+    try:
+        found = run(job, {p: plans[p] for p in plans if twin[p] == p}, fit, steps, o, say)
+    except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
+        schedule.save([{**row, "policy": o.policies, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
+        raise
+    kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
+    by = {p: {**row, "policy": p, "graphs": graphs(), "graphs_kept": kept, **found[twin[p]],
+              "microbatches": None if p == "step_balanced" else plans[p].manifest["layout"]["microbatches"],
+              "same_plan_as": twin[p] if twin[p] != p else None} for p in plans}  # fmt: skip
+    for p in by:
+        by[p] |= gains(p, by, plans, fit) if {"step_balanced", "equal_token"} <= set(by) else {}
+        lists = ("step_s", "predicted_s", "busy_s", "step_tokens", "host_ahead_s", "microbatch_s")
+        say({k: round(v, 4) if isinstance(v, float) else v for k, v in by[p].items() if k not in lists})
+    return list(by.values())
+
+
 def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) -> list[dict]:
     """Rows of every policy for `--plan-ranks`, with 3 % noise."""
     rows, samples = [], samples_of(o)
-    for n in (int(x) for x in o.plan_ranks.split(",") if x):
-        plans = plans_of(samples, fit, o, common["m_mem"], n)
+    for n, tau in itertools.product((int(x) for x in o.plan_ranks.split(",") if x), o.tau):
+        plans = plans_of(samples, fit, o, common["m_mem"], n, tau)
         bound = rates(plans["step_balanced"], fit)[1] / rates(plans["equal_token"], fit)[0] - 1
         for policy, plan in plans.items():
             r = simulate(plan, fit, noise=0.03)
             same = [q for q in plans if q != policy and plan.table() == plans[q].table()]
-            rows.append({**schedule.row(r, common["data"], o.tau, "simulated with the fit"), **common,
+            rows.append({**schedule.row(r, common["data"], tau, "simulated with the fit"), **common,
                          "zero_bubble_gain": bound, "same_plan_as": same[0] if same else None})  # fmt: skip
-            say(n, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
+            say(n, tau, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
     return rows
 
 
@@ -251,12 +291,18 @@ def simulate_only(o: argparse.Namespace) -> None:
     for fitted in [r for r in done if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == data_name]:
         fit = CostFit.two_term(**{k: fitted["coefficients"][k] for k in "abc"}, p=fitted["p"],
                                step_overhead_s=fitted["step_overhead_s"], source="measured")  # fmt: skip
-        fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"]})
+        fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"],
+                         "anchors": fitted.get("anchors", [])})  # fmt: skip
         common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem")}
-        o.shrink, o.tau = fitted.get("shrink", 1), fitted["tau"]
+        o.shrink = fitted.get("shrink", 1)
         rows = simulated(fit, o, common, partial(print, fitted["system"], flush=True))
         print(path := schedule.save(rows, o.machine, folder=o.plans_from.parent))
         write_json(path, {**json.loads(path.read_text()), **head})
+
+
+def numbers(kind: type) -> Callable[[str], list]:
+    """A parser of lists."""
+    return lambda text: [kind(x) for x in text.split(",")]
 
 
 def main() -> None:
@@ -269,10 +315,11 @@ def main() -> None:
     p.add_argument("--shrink", type=int, default=1, help="divide grids, for tests")
     p.add_argument("--m-mem", type=int, help="tokens of a microbatch; the longest sample's by default")
     p.add_argument("--m-comp", type=float, default=1.05, help="adaptive_load's limit over the longest sample's S^p")
-    p.add_argument("--tau", type=float, default=1.3)
-    p.add_argument("--steps", type=int, default=20, help="per policy")
+    p.add_argument("--tau", type=numbers(float), default=[1.3], help="one or several: 1.3,2")
+    p.add_argument("--steps", type=numbers(int), default=[20], help="per policy (and tau: 40,20)")
     p.add_argument("--replay", type=int, help="how many of them again, without collectives; all by default")
-    p.add_argument("--shapes", type=int, default=9)
+    p.add_argument("--shapes", type=int, default=9, help="grids over the whole range, at several B")
+    p.add_argument("--sizes", type=int, default=20, help="costliest token counts, measured one by one")
     p.add_argument("--budget", type=float, default=60, help="seconds of the shape benchmark, compilation apart")
     p.add_argument("--speed-calls", type=int, default=12, help="of the longest sample, to compare the ranks' speeds")
     p.add_argument("--speeds", action="store_true", help="plan with the ranks' measured speeds")
@@ -307,47 +354,31 @@ def main() -> None:
     while o.after and not o.after.exists():
         time.sleep(0.2)
     job.meet()
-    fit, host, speeds = fit_here(job, grids, o, m_mem)
+    fit, host, speeds = fit_here(job, samples, o, m_mem)
     # Rank 0's numbers are everyone's (they are equal, but for rounding of the overhead).
     box = [fit.to_json()]
     dist.broadcast_object_list(box)
     fit = CostFit.of(box[0])
-    graphs = lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     say(fit.describe(), f"step overhead {fit.step_overhead_s * 1e3:.1f} ms, p = {fit.p:.3f}, graphs {graphs()}, "
-        f"the host takes up to {host * 1e3:.1f} ms, speeds {speeds.round(4).tolist()}")  # fmt: skip
+        f"the host takes {host * 1e3:.1f} ms, speeds {speeds.round(4).tolist()}")  # fmt: skip
     for e in fit.errors:
         say("  ", {k: round(v, 5) for k, v in e.items()})
     common = {"check": "step", "data": "C" if o.cap == data.CAP_C else f"A, cap {o.cap}", "system": o.system,
               "layers": o.layers, "checkpoint": o.checkpoint, "m_mem": m_mem, "shrink": o.shrink}  # fmt: skip
-    rows = [{**common, "ranks": ranks, "policy": None, "tau": o.tau, "mode": "fit", "simulated": False,
+    rows = [{**common, "ranks": ranks, "policy": None, "tau": None, "mode": "fit", "simulated": False,
              "mape": fit.mape, "max_error": fit.max_error, "r2": fit.r2, "p": fit.p, "floor_s": fit.floor_s,
-             "coefficients": fit.coefficients, "step_overhead_s": fit.step_overhead_s, "host_s": host,
-             "speeds": speeds.tolist(), "graphs": graphs()}]  # fmt: skip
-    plans = plans_of(samples, fit, o, m_mem, ranks, speeds if o.speeds else None)
-    plans = {p: plans[p] for p in o.policies.split(",")}
-    say("planned")
-    # Where one longest sample fills memory, adaptive_load's limits are equal_token's.
-    table = {p: plan.table() for p, plan in plans.items()}
-    twin = {p: next((q for q in plans if q == p or table[p] == table[q]), p) for p in plans}
-    row = {**common, "ranks": ranks, "tau": o.tau, "mode": "measured", "simulated": False}
-    try:
-        found = run(job, {p: plans[p] for p in plans if twin[p] == p}, fit, o, say)
-    except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
-        schedule.save([{**row, "policy": o.policies, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
-        raise
-    kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
-    by = {p: {**row, "policy": p, "graphs": graphs(), "graphs_kept": kept, **found[twin[p]],
-              "microbatches": None if p == "step_balanced" else plans[p].manifest["layout"]["microbatches"],
-              "same_plan_as": twin[p] if twin[p] != p else None} for p in plans}  # fmt: skip
-    for p in by:
-        by[p] |= gains(p, by, plans, fit) if {"step_balanced", "equal_token"} <= set(by) else {}
-        lists = ("step_s", "predicted_s", "busy_s", "step_tokens", "host_ahead_s", "microbatch_s")
-        say({k: round(v, 4) if isinstance(v, float) else v for k, v in by[p].items() if k not in lists})
-    rows += by.values()
+             "coefficients": fit.coefficients, "anchors": fit.anchors, "step_overhead_s": fit.step_overhead_s,
+             "host_s": host, "speeds": speeds.tolist(), "graphs": graphs()}]  # fmt: skip
     if first:
         schedule.save(rows, o.machine, folder=o.out)
+    for i, tau in enumerate(o.tau):
+        plans = plans_of(samples, fit, o, m_mem, ranks, tau, speeds if o.speeds else None)
+        row = {**common, "ranks": ranks, "tau": tau, "mode": "measured", "simulated": False}
+        rows += measure(job, {p: plans[p] for p in o.policies.split(",")}, fit, row, o.steps[i % len(o.steps)], o, say)
+        if first:
+            schedule.save(rows, o.machine, folder=o.out)
     if first:
-        rows += simulated(fit, o, common, say)
+        rows = simulated(fit, o, common, say)
         say(schedule.save(rows, o.machine, folder=o.out))
     dist.barrier()
     dist.destroy_process_group()
