@@ -21,6 +21,7 @@ Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--c
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import logging
@@ -200,6 +201,10 @@ def run(job: Job, plans: dict[str, Plan], fit: CostFit, count: int, o: argparse.
     job.clear()
     say(f"first calls of {len(set().union(*shapes.values()))} shapes")
     batches = {p: iter(loader) for p, loader in loaders.items()}
+    # Python's collector stops the host for tens of milliseconds, on one rank now and on the other then: what is there
+    # already need not be looked through again.
+    gc.collect()
+    gc.freeze()
     job.meet()
     marks, host = [job.mark()], [time.perf_counter()]
     for i in range(steps):

@@ -32,11 +32,16 @@ measured() {
 
 for job in ${jobs:-gradients drill policies unfused long}; do
     case $job in
-    gradients) # unequal counts of microbatches: graphopt's graph as it is, then through Inductor; memory of both modes
+    gradients) # unequal counts of microbatches: graphopt's graph as it is, and through Inductor; memory of both modes
         (
+            (
+                port=29601
+                all_ranks gradients_rewritten 60 benchmarks/schedule_grads.py --checks grads --system rewritten
+                all_ranks memory 40 benchmarks/schedule_grads.py --checks memory
+            ) &
             port=29600
-            all_ranks gradients_rewritten 60 benchmarks/schedule_grads.py --checks grads --system rewritten
-            all_ranks gradients 100 benchmarks/schedule_grads.py --batches 2
+            all_ranks gradients 100 benchmarks/schedule_grads.py --checks grads --batches 2
+            wait
             touch "$turn/gradients"
         ) &
         before=gradients ;;

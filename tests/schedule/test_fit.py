@@ -330,7 +330,7 @@ def test_anchors_take_measured_sizes_as_they_are_and_the_form_between():
     error = lambda fit: np.abs(fit.seconds(table, np.arange(len(batch)), batch) / seconds - 1)
     alone = np.array([sum(q["W"] == r["W"] for q in measured) == 1 for r in measured])
     assert error(anchored)[alone].max() < 1e-9
-    assert error(anchored).mean() < error(plain).mean() / 2
+    assert error(anchored).mean() < 0.75 * error(plain).mean()  # several B of one S are affine, waves are not
     # halfway between two sizes: the form's value times the mean of their ratios
     s = round((14_400 * 20_280) ** 0.5)
     between = ShapeTable.of([[1, 1, s, 512]])
