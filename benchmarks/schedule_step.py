@@ -127,7 +127,7 @@ def timed(job: Job, call: Callable[[int], None], times: int) -> np.ndarray:
 def runs_key(o: argparse.Namespace) -> dict:
     """What measured times hold for."""
     return {"layers": o.layers, "system": o.system, "checkpoint": o.checkpoint, "cap": o.cap, "shrink": o.shrink,
-            "commit": schedule.commit()}  # fmt: skip
+            "commit": _results.commit()}  # fmt: skip
 
 
 def runs_file(o: argparse.Namespace, key: dict) -> Path | None:
