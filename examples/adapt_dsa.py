@@ -9,18 +9,19 @@ token, as Wan 2.2 has it): colours cannot be guessed, so a noisy frame is cleane
 cleaner frames, and attention has to follow the motion.  The window is 3 x 3 x 3 tokens, so without offsets an object
 faster than 1 token per frame leaves it between frames.
 
-Dense pre-training; then four arms from the same weights, with the same data and number of steps:
+Dense pre-training; then arms from the same weights, with the same data and number of steps:
 
-    dense     goes on as it is
-    window    sliding, offsets fixed at zero
-    dsa       sliding, one learned offset per token and head
-    tap       sliding, one learned offset per tap (the paper's form)
+    dense              goes on as it is
+    window             sliding, offsets fixed at zero
+    dsa                sliding, one learned offset per token and head
+    tap                sliding, one learned offset per tap (the paper's form)
+    dsa-no-distill     dsa without distillation
+    dsa-slow-heads     dsa, its heads at a tenth of the model's learning rate (dsa: ten times)
 
-The sliding arms start with layer-wise distillation (dense attention on a layer's own q, k, v is the teacher) beside the
-diffusion loss.  Reported, by speed, on held-out videos: mean squared error of objects in frames at noise level 0.8
-between frames at level 0.2.  The variance of a colour is 0.333; the best linear estimate from the frame alone has
-0.308, from all frames, if it knew the motion, 0.005.  On a GPU a training step is one CUDA graph (per tap: plain
-torch).
+The other sliding arms start with layer-wise distillation (dense attention on a layer's own q, k, v is the teacher)
+beside the diffusion loss.  Reported, by speed, on held-out videos: mean squared error of objects in frames at noise
+level 0.8 between frames at level 0.2.  The variance of a colour is 0.333; the best linear estimate from the frame alone
+has 0.308, from all frames, if it knew the motion, 0.005.  On a GPU a training step is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from adapt_dsa_results import ARMS, SPEEDS, join, plot, table
+from adapt_dsa_results import SPEEDS, join, plot, table
 
 import graphopt
+
+# arm -> offsets of the converted layers, and what differs in the setting
+ARMS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "dsa": ("head", {}), "window": ("zero", {}), "dense": (None, {}), "tap": ("tap", {}),
+    "dsa-no-distill": ("head", {"distill": 0}), "dsa-slow-heads": ("head", {"head_lr": 3e-5})}
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,10 @@ class Setup:
     layers: int = 4
     window: tuple[int, int, int] = (3, 3, 3)
     batch: int = 32
-    pretrain: int = 4500
+    pretrain: int = 4000
     adapt_batch: int = 8
     distill: int = 80
-    adapt: int = 400
+    adapt: int = 1000
     every: int = 100
     held_out: int = 24
     lr: float = 2e-3
@@ -249,18 +255,18 @@ def pretrained(run: Run) -> tuple[torch.nn.Module, list[dict]]:
 
 def adapted(run: Run, dense: torch.nn.Module, arm: str, folder: Path | None) -> dict[str, Any]:
     """One arm from the pre-trained weights; a field of offsets goes to `folder`."""
-    s, model, handle = run.s, copy.deepcopy(dense), None
+    offsets, changes = ARMS[arm]
+    s, model, handle = replace(run.s, **changes), copy.deepcopy(dense), None
     groups = [{"params": list(model.parameters()), "lr": s.adapt_lr}]
     torch.manual_seed(run.seed)
-    if arm != "dense":
-        offsets = {"dsa": "head", "window": "zero", "tap": "tap"}[arm]
+    if offsets is not None:
         config = graphopt.dsa.DSAConfig(window=s.window, offsets=offsets)
         handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
         if offsets != "zero":
             groups.append({"params": list(handle.parameters()), "lr": s.head_lr, "weight_decay": 0.0})
     result: dict[str, Any] = {}
     result["curve"] = run.train(model, groups, s.adapt, 1000 + run.seed, s.every, s.adapt_batch, handle, s.distill)
-    if handle is not None and arm != "window":
+    if offsets in ("head", "tap"):
         result["offsets"] = offsets_and_motion(run, model, handle, folder)
     return result
 
@@ -275,7 +281,6 @@ def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...],
     _write(path, result)
     for arm in arms:
         print(f"seed {seed} {arm}", flush=True)
-        run.eager = eager or arm == "tap"  # its plain torch copies constants to the device, which a capture forbids
         result["arms"][arm] = adapted(run, dense, arm, out if seed == 0 and arm == "dsa" else None)
         _write(path, result)
 
@@ -284,9 +289,10 @@ def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...],
 def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Path | None) -> dict[str, Any]:
     """How the learned offsets (mean over taps) relate to the motion of objects in noisy frames, per layer and head.
 
-    slope: least squares of the offset (h, w) on the object's velocity, tokens per frame, over tokens on objects; 1 or
-    -1 would be following it into the next or the last frame.  correlation: of the same pairs.  inside, inside_fixed:
-    the share of dense attention in the window with the offsets and with none, of the first video of the highest speed.
+    signed, unsigned: correlation of the offset (h, w) with the velocity, and with its absolute value, over tokens on
+    objects (a window of three frames holds the next and the last: a head may look one way whatever the direction).
+    length: mean length of (h, w) by speed.  inside, inside_fixed: the share of dense attention in the window with the
+    offsets and with none, of the first video of the highest speed.
     """
     s = run.s
     seen: dict[str, torch.Tensor] = {}
@@ -307,22 +313,27 @@ def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Pa
             pairs.setdefault(name, []).append((each, moves))
         if speed == SPEEDS[-1]:
             probe = run.call(handle.probe, mix(clean, noise, t), t, run.text(velocity))
-        if folder is not None and speed == SPEEDS[-1]:
-            fields = torch.stack([y[0].float() for y in seen.values()])  # [layers, heads, tokens, 3]
-            torch.save({"offsets": fields.half().cpu(), "video": clean[0].half().cpu(), "velocity": velocity[0].cpu(),
-                        "grid": (s.frames, size, size)}, folder / "offsets.pt")
+        if folder is not None and speed == SPEEDS[-1]:  # two videos that move in opposite directions
+            two = [0, int((velocity @ velocity[0]).argmin())]
+            fields = torch.stack([y[two].float() for y in seen.values()], 1)  # [2, layers, heads, tokens, 3]
+            torch.save({"offsets": fields.half().cpu(), "video": clean[two].half().cpu(),
+                        "velocity": velocity[two].cpu(), "grid": (s.frames, size, size)}, folder / "offsets.pt")
     for hook in hooks:
         hook.remove()
     for name, parts in pairs.items():
-        each, moves = (torch.cat(x) for x in zip(*parts))
-        v, d = moves.flatten(), each[..., 1:].permute(1, 0, 2).flatten(1)  # [heads, 2 tokens]
-        slope = (d * v).sum(1) / v.square().sum().clamp_min(1e-6)
-        correlation = (d - d.mean(1, keepdim=True)) @ (v - v.mean()) / (
-            d.std(1) * v.std() * (len(v) - 1)).clamp_min(1e-6)
-        found[name] = {"slope": slope.tolist(), "correlation": correlation.tolist(),
-                       "mean_abs": each.abs().mean((0, 1)).tolist(), "inside": probe.layers[name].inside,
-                       "inside_fixed": probe.layers[name].inside_fixed}
+        d = torch.cat([each[..., 1:].permute(1, 0, 2).flatten(1) for each, _ in parts], 1)  # [heads, 2 tokens]
+        v = torch.cat([moves.flatten() for _, moves in parts])
+        found[name] = {
+            "signed": correlation(d, v), "unsigned": correlation(d, v.abs()),
+            "length": [each[..., 1:].norm(dim=-1).mean(0).tolist() for each, _ in parts],
+            "inside": probe.layers[name].inside, "inside_fixed": probe.layers[name].inside_fixed}
     return found
+
+
+def correlation(x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """Of each row of x [rows, n] with y [n]; 0 where one is constant."""
+    x, y = x - x.mean(1, keepdim=True), y - y.mean()
+    return ((x @ y) / (x.norm(dim=1) * y.norm()).clamp_min(1e-12)).tolist()
 
 
 def _device_name(device: str) -> str:

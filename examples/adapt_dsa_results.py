@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-ARMS = ("dense", "dsa", "window", "tap")
 SPEEDS = (0, 1, 2, 3)
 
 
@@ -40,6 +39,10 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "adapt_dsa.json").read_text())["rows"]
 
 
+def _arms(seeds: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(arm for s in seeds for arm in s["arms"]))
+
+
 def alone(setup: dict[str, Any]) -> float:
     """Error of the best linear estimate of a colour (uniform in -1 .. 1) from the noisy pixels of its token."""
     level = setup["noisy"]
@@ -50,16 +53,16 @@ def alone(setup: dict[str, Any]) -> float:
 def table(folder: Path) -> str:
     """Final held-out errors, mean and range over seeds."""
     seeds = _rows(folder)
-    lines = [f"{'arm':<12}" + "".join(f"speed {v}".rjust(24) for v in SPEEDS)]
-    rows: dict[str, list[dict[str, float]]] = {"pre-trained": [s["pretrain"][-1]["error"] for s in seeds]}
-    for arm in ARMS:
+    lines = [f"{'arm':<24}" + "".join(f"speed {v}".rjust(24) for v in SPEEDS)]
+    rows = {"pre-trained": [s["pretrain"][-1]["error"] for s in seeds]}
+    for arm in _arms(seeds):
         rows[arm] = [s["arms"][arm]["curve"][-1]["error"] for s in seeds if arm in s["arms"]]
     for arm, errors in rows.items():
         cells = []
         for v in SPEEDS:
             x = [e[str(v)] for e in errors]
             cells.append(f"{sum(x) / len(x):.4f} ({min(x):.4f}..{max(x):.4f})".rjust(24) if x else "-".rjust(24))
-        lines.append(f"{arm:<12}" + "".join(cells))
+        lines.append(f"{arm:<24}" + "".join(cells))
     return "\n".join(lines)
 
 
@@ -73,7 +76,7 @@ def plot(folder: Path) -> None:
     seeds = _rows(folder)
     fig, axes = plt.subplots(1, len(SPEEDS), figsize=(3.2 * len(SPEEDS), 3), sharey=True, layout="constrained")
     for ax, v in zip(axes, SPEEDS):
-        for arm in ARMS:
+        for arm in _arms(seeds):
             curves = [s["arms"][arm]["curve"] for s in seeds if arm in s["arms"]]
             if not curves:
                 continue
@@ -93,21 +96,21 @@ def plot(folder: Path) -> None:
         saved = torch.load(folder / "offsets.pt")
         (T, H, W), fields = saved["grid"], saved["offsets"].float()
         frames = [T // 2 - 1, T // 2, T // 2 + 1]
-        # the heads whose offsets on this video are longest
-        size = fields[..., 1:].norm(dim=-1).mean(-1)
-        best = size.flatten().topk(min(3, size.numel())).indices.tolist()
-        fig, axes = plt.subplots(len(best), len(frames), figsize=(3 * len(frames), 3 * len(best)), squeeze=False,
+        # the heads whose offsets on these videos are longest
+        best = fields[..., 1:].norm(dim=-1).mean((0, -1)).flatten().topk(2).indices.tolist()
+        rows = [(video, *divmod(index, fields.shape[2])) for index in best for video in (0, 1)]
+        fig, axes = plt.subplots(len(rows), len(frames), figsize=(2.6 * len(frames), 2.7 * len(rows)), squeeze=False,
                                  layout="constrained")
-        for row, index in zip(axes, best):
-            layer, head = divmod(index, fields.shape[1])
-            field = fields[layer, head].view(T, H, W, 3)
-            for ax, t in zip(row, frames):
-                picture = saved["video"][:, t].float().permute(1, 2, 0) / 2 + 0.5
+        for line, (video, layer, head) in zip(axes, rows):
+            field = fields[video, layer, head].view(T, H, W, 3)
+            vy, vx = saved["velocity"][video].tolist()
+            for ax, t in zip(line, frames):
+                picture = saved["video"][video, :, t].float().permute(1, 2, 0) / 2 + 0.5
                 ax.imshow(picture, extent=(-0.5, W - 0.5, H - 0.5, -0.5), interpolation="nearest")
                 ax.quiver(range(W), range(H), field[t, ..., 2], field[t, ..., 1], angles="xy", scale_units="xy",
                           scale=1, color="yellow", width=0.006)
-                vy, vx = saved["velocity"].tolist()
                 ax.quiver(W / 2, H / 2, vx, vy, angles="xy", scale_units="xy", scale=1, color="white", width=0.012)
-                ax.set_title(f"layer {layer} head {head} frame {t}, white: motion to the next frame", fontsize=7)
+                ax.set_title(f"layer {layer} head {head} frame {t}", fontsize=7)
                 ax.set_axis_off()
-        fig.savefig(folder / "offsets.png", dpi=110)
+        fig.suptitle("yellow: learned offsets; white: motion to the next frame", fontsize=8)
+        fig.savefig(folder / "offsets.png", dpi=100)
