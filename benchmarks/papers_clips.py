@@ -3,7 +3,7 @@
     python benchmarks/papers_clips.py --system resident|resident_checkpointed|streamed|streamed_dsa [--layers 3]
 
 The model is Wan's block at the width of 105 B parameters (75 layers of 10,240 with 80 heads and an FFN of 40,960); as
-many of its layers as a dense step can be waited for.  A clip of 1088 x 1920 is T x 68 x 120 tokens, T = (frames + 3) / 4.
+many of its layers as a dense step can be waited for.  A clip of 1088 x 1920 has T x 68 x 120 tokens and 4 T - 3 frames.
 resident: bf16 weights, fp32 masters and moments on the GPU, torch's fused AdamW; checkpointed: blocks recomputed.
 streamed: graphopt.stream and HostAdamW; dsa: self-attention over 3 x 7 x 7 tokens at learned offsets.  All compiled by
 graphopt, T dynamic.
@@ -38,7 +38,8 @@ Step = Callable[[dict[str, Any]], None]
 
 def status(key: str) -> float:
     """GiB, from what the kernel says of this process."""
-    return next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key)) / 2**20
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(x for x in lines if x.startswith(key)).split()[1]) / 2**20
 
 
 def compiled(model: torch.nn.Module) -> Callable[..., Any]:
@@ -116,7 +117,9 @@ def guess(found: dict[int, dict[str, Any]], capacity: float) -> int:
     return a + int((capacity - p) * (b - a) / max(q - p, 1e-9))
 
 
-def search(run: Callable[[int], dict[str, Any]], capacity: float, seconds: float, most: int = 128) -> Iterator[tuple[int, dict]]:
+def search(
+    run: Callable[[int], dict[str, Any]], capacity: float, seconds: float, most: int = 128
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """T and its row until the limit stands between two neighbours, or no time is left for the next."""
     end, found, slow = time.monotonic() + seconds, {}, 0.0
     for T in (3, 3, 5):  # the first compiles; the window of sliding attention is 3 frames
@@ -157,8 +160,9 @@ def main() -> None:
         model.enable_gradient_checkpointing()
     parts = (streamed if a.system.startswith("streamed") else resident)(model)
     capacity = torch.cuda.mem_get_info()[1] / 2**30 - 1.5 if GPU else 16.0  # the context takes some of it
-    print(f"[{time.monotonic() - begun:.0f} s] {a.system}: {params:.2f} B parameters; {torch.cuda.memory_allocated() / 2**30:.1f} "
-          f"GiB before the first step, {status('VmRSS'):.1f} of the host; {capacity:.1f} GiB may be filled", flush=True)
+    held = torch.cuda.memory_allocated() / 2**30
+    print(f"[{time.monotonic() - begun:.0f} s] {a.system}: {params:.2f} B parameters; {held:.1f} GiB before the first "
+          f"step, {status('VmRSS'):.1f} of the host; {capacity:.1f} GiB may be filled", flush=True)
     left = a.seconds - (time.monotonic() - begun)
     for T, row in search(lambda T: probe(parts, T, text), capacity, left):
         row = dict(figure="clip", system=a.system, shape=[T, H, W], layers=a.layers, width=a.width,

@@ -1,4 +1,4 @@
-"""Streaming beside the second paper: MFU with prefetch, without, with the optimizer on the GPU; forwards of three sizes.
+"""Streaming beside the second paper: MFU with prefetch, without, with the optimizer on the GPU; forwards by size.
 
     python benchmarks/papers_stream.py mfu [--width 14b] [--layers 8] [--grids 5x30x52,21x30x52]
     python benchmarks/papers_stream.py forward [--width 14b] [--layers 4,16,40] [--grids 5x30x52]
@@ -17,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -130,42 +131,43 @@ def streamed(width: str, layers: int, slots: int) -> tuple[torch.nn.Module, Engi
     if GPU:
         torch.cuda.empty_cache()
     options = {} if GPU else {"graphopt.compiler": "aot_eager"}
-    return model, attach.engine_of(model), torch.compile(model, backend="graphopt", options=options, dynamic=False), billions
+    step = torch.compile(model, backend="graphopt", options=options, dynamic=False)
+    return model, attach.engine_of(model), step, billions
 
 
 def mfu(width: str, layers: list[int], grids: list[tuple[int, int, int]], slots: int, n: int) -> Iterator[dict]:
     """Rows per grid, and per place and order of the update."""
     model, engine, step, billions = streamed(width, layers[0], slots)
     flops = {grid: forward_flops(width, layers[0], grid) for grid in grids}
-    drivers: list[tuple[str, str, Any]] = [("optimizer on the GPU", "gpu", OnGpu(model, engine))]
-    for round_ in range(2):
-        for system, update, driver in drivers:
-            engine.link.overlap(system != "no prefetch")
-            engine.set_slots(1 if system == "no prefetch" else slots)
-            if system != "optimizer on the GPU":
-                opt.update = update
-                engine.gradients.keep_norms = update == "deferred"
-            for grid in grids:
-                kw = inputs(grid, stream_step.WIDTHS[width]["text_dim"])
-                if GPU:
-                    torch.cuda.reset_peak_memory_stats()
-                times, forward, losses = stream_step.steps(step, kw, driver, n + 1, 1)
-                if hasattr(driver, "flush"):
-                    driver.flush()
-                ms = statistics.median(times)
-                print(f"{system} {update} {grid}: {[round(t) for t in times]} losses {losses[0]:.5f} {losses[-1]:.5f}")
-                yield dict(figure="mfu", system=system, shape=list(grid), direction=update, layers=layers[0],
-                           width=width, params_b=round(billions, 3), tokens=grid[0] * grid[1] * grid[2], step_ms=ms,
-                           forward_ms=statistics.median(forward), mfu=3 * flops[grid] / (ms / 1e3) / PEAK,
-                           hfu=4 * flops[grid] / (ms / 1e3) / PEAK,
-                           peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0)
-        if round_ == 0:
-            drivers.clear()
-            opt = graphopt.HostAdamW(model.parameters(), lr=1e-5)
-            for state in opt.states.values():  # a first update would meet untouched pages
-                state.exp_avg.zero_(), state.exp_avg_sq.zero_(), state.residual.zero_()
-            drivers += [("prefetch", "priority", opt), ("prefetch", "deferred", opt),
-                        ("no prefetch", "deferred", stream_step.Serial(opt))]
+    for system, update, driver in _drivers(model, engine, slots):
+        for grid in grids:
+            kw = inputs(grid, stream_step.WIDTHS[width]["text_dim"])
+            if GPU:
+                torch.cuda.reset_peak_memory_stats()
+            times, forward, losses = stream_step.steps(step, kw, driver, n + 1, 1)
+            getattr(driver, "flush", int)()
+            ms = statistics.median(times)
+            print(f"{system} {update} {grid}: {[round(t) for t in times]} losses {losses[0]:.5f} {losses[-1]:.5f}")
+            yield dict(figure="mfu", system=system, shape=list(grid), direction=update, layers=layers[0],
+                       width=width, params_b=round(billions, 3), tokens=grid[0] * grid[1] * grid[2], step_ms=ms,
+                       forward_ms=statistics.median(forward), mfu=3 * flops[grid] / (ms / 1e3) / PEAK,
+                       hfu=4 * flops[grid] / (ms / 1e3) / PEAK,
+                       peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0)
+
+
+def _drivers(model: torch.nn.Module, engine: Engine, slots: int) -> Iterator[tuple[str, str, Any]]:
+    """(system, update, optimizer), one at a time; only one of the two optimizers has host memory."""
+    yield "optimizer on the GPU", "gpu", OnGpu(model, engine)
+    opt = graphopt.HostAdamW(model.parameters(), lr=1e-5)
+    for state in opt.states.values():  # a first update would meet untouched pages
+        state.exp_avg.zero_(), state.exp_avg_sq.zero_(), state.residual.zero_()
+    for system, update in (("prefetch", "priority"), ("prefetch", "deferred"), ("no prefetch", "deferred")):
+        serial = system == "no prefetch"
+        opt.update = update
+        engine.gradients.keep_norms = update == "deferred"
+        engine.link.overlap(not serial)
+        engine.set_slots(1 if serial else slots)
+        yield system, update, stream_step.Serial(opt) if serial else opt
 
 
 def forwards(width: str, layers: list[int], grids: list[tuple[int, int, int]], slots: int, n: int) -> Iterator[dict]:
@@ -183,7 +185,7 @@ def forwards(width: str, layers: list[int], grids: list[tuple[int, int, int]], s
                 for _ in range(n + 1):
                     step(**kw)
                     marks.append(mark())
-                times = [between(a, b) for a, b in zip(marks[1:], marks[2:])]
+                times = [between(a, b) for a, b in pairwise(marks[1:])]
                 print(f"{billions:.1f} B {system}: {[round(t, 1) for t in times]}", flush=True)
                 yield dict(figure="forward", system=system, shape=list(grid), direction="forward", layers=count,
                            width=width, params_b=round(billions, 3), tokens=grid[0] * grid[1] * grid[2],
