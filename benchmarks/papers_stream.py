@@ -156,8 +156,9 @@ def mfu(width: str, layers: list[int], grids: list[tuple[int, int, int]], slots:
 
 
 def _drivers(model: torch.nn.Module, engine: Engine, slots: int) -> Iterator[tuple[str, str, Any]]:
-    """(system, update, optimizer), one at a time; only one of the two optimizers has host memory."""
-    yield "optimizer on the GPU", "gpu", OnGpu(model, engine)
+    """(system, update, optimizer), one at a time."""
+    first = OnGpu(model, engine)  # kept: its memory is registered with the driver until the arena ends
+    yield "optimizer on the GPU", "gpu", first
     opt = graphopt.HostAdamW(model.parameters(), lr=1e-5)
     for state in opt.states.values():  # a first update would meet untouched pages
         state.exp_avg.zero_(), state.exp_avg_sq.zero_(), state.residual.zero_()
