@@ -67,10 +67,10 @@ class Engine:
         if self.trace is not None:
             self.trace.append((what, layer.fqn, slot, phase))
 
-    def span(self, layer: HostLayer, kind: str) -> AbstractContextManager[Any]:
-        """What is queued inside belongs to one layer: noted where a timeline is made."""
+    def span(self, layer: HostLayer | None, kind: str) -> AbstractContextManager[Any]:
+        """What is queued inside belongs to one layer (or is `kind`): noted where a timeline is made."""
         recorder = self.link.recorder
-        return nullcontext() if recorder is None else recorder.computing(layer.fqn, kind)
+        return nullcontext() if recorder is None else recorder.computing(layer.fqn if layer else kind, kind)
 
     def begin(self, program: Any) -> None:
         """A forward starts."""
