@@ -4,8 +4,8 @@
                                      [--updates deferred,priority,in_backward,serial] [--timeline FOLDER]
 
 Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
-compute); then each update order ("priority@20": with 20 threads).  "serial": one stream for kernels and copies, the
-update at the end of the step.
+compute); then each update order ("priority@20": with 20 threads, "priority+graphs": with CUDA graphs per class of
+layers).  "serial": one stream for kernels and copies, the update at the end of the step.
 bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
@@ -31,7 +31,7 @@ WIDTHS = {
     "14b": dict(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824, text_dim=4096, freq_dim=256),
     "tiny": dict(num_attention_heads=2, attention_head_dim=24, ffn_dim=64, text_dim=32, freq_dim=32),
 }
-KEYS = ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads")
+KEYS = ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads", "graphs")
 GPU = torch.cuda.is_available()
 
 
@@ -215,7 +215,8 @@ def main() -> None:
         bound = bounds(engine, rate, a.slots, r, f)
         say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
         for update in a.updates.split(","):
-            kind, _, threads = update.partition("@")
+            kind, _, threads = update.removesuffix("+graphs").partition("@")
+            engine.replays.set("on" if update.endswith("+graphs") else "off")
             serial = kind == "serial"
             opt.update = "deferred" if serial else kind
             opt.updates.kernel = kernel_of("auto", engine.link, int(threads) if threads else a.threads)
@@ -243,6 +244,7 @@ def main() -> None:
                         rho=number(bound[kind] / row["step_ms"]), host_gib=engine.store.arena.nbytes / 2**30,
                         plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
                         plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
+                        graphs=engine.replays.recorded or None,
                         threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
             save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 

@@ -60,6 +60,49 @@ def test_first_layers_resident(slots: int, update: str) -> None:
     assert engine.ring.misses == 0
 
 
+@pytest.mark.parametrize("update", ["deferred", "priority"])
+@pytest.mark.parametrize(("slots", "resident"), [(1, ()), (3, ()), (2, "auto")])
+def test_replayed_graphs_change_nothing(update: str, slots: int, resident) -> None:
+    a, b, x = pair()
+    want = train(a, Reference(a, resident=("blocks.0", "blocks.1") if resident else ()), x)
+    opt, step = streamed(b, slots, update, resident=resident, graphs="on")
+    assert train(step, opt, x) == want
+    same(b, a)
+    replays = attach.engine_of(b).replays
+    assert replays.recorded == 2 * (slots + (2 if resident else 0))
+    assert replays.replayed == 2 * (5 * 7 - 3)
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
+def test_zoo_with_graphs(name: str) -> None:
+    model, x = ZOO[name].build()
+    liven(model)
+    other = copy.deepcopy(model.train())
+    model.cuda()
+    for layer in layers(model):
+        checkpointed(layer)
+    want = train(model, Reference(model), on_gpu(x))
+    opt, step = streamed(other, graphs="on")
+    assert train(step, opt, on_gpu(x)) == want
+    same(other, model)
+    assert attach.engine_of(other).replays.replayed
+
+
+def test_inductors_kernels_in_graphs() -> None:
+    losses = []
+    for graphs in ("off", "on"):
+        torch._dynamo.reset()
+        model, x = wide(4)
+        model.bfloat16()
+        x = pytree.tree_map(lambda v: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, x)
+        graphopt.stream(model, "cuda", slots=2, resident=1, graphs=graphs)
+        opt = graphopt.HostAdamW(model.parameters(), lr=1e-3)
+        step = torch.compile(model, backend="graphopt")
+        losses.append(train(step, opt, x, steps=5))
+        assert (attach.engine_of(model).replays.replayed > 0) == (graphs == "on")
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
 @pytest.mark.parametrize("update", ["deferred", "priority"])
 def test_zoo(name: str, update: str) -> None:
