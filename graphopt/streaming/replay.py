@@ -23,7 +23,7 @@ from graphopt.streaming.link import Link
 log = logging.getLogger(__name__)
 MODES = ("auto", "on", "off")
 WARM = 3  # plain runs of a signature before it is recorded: compilation, autotuning and library handles are behind it
-SIGNATURES = 8  # that may be recorded: more means that shapes change all the time
+SIGNATURES = 16  # that may be recorded: more means that shapes change all the time
 RECENT = 64  # launches that "auto" looks back on
 
 
@@ -108,12 +108,12 @@ class Replays:
         """
         if not self.active or torch.is_autocast_enabled(self.link.device.type):
             return None
-        if any(isinstance(v, torch.Tensor) and v.device != self.link.device for v in values):
+        if any(isinstance(v, torch.Tensor) and (v.device != self.link.device or v.is_inference()) for v in values):
             return None
         signature = code, tuple(map(_form, values))
         seen = self._seen.get(signature, 0)
         if seen < WARM:
-            if len(self._seen) < SIGNATURES:
+            if seen or len(self._seen) < SIGNATURES:
                 self._seen[signature] = seen + 1
             return None
         inputs = self._fill(values)
