@@ -221,7 +221,9 @@ def _width(layer: HostLayer) -> tuple[int, int]:
     matrices = [e for e in layer.entries if len(e.shape) >= 2]
     if not matrices:
         return 0, 0
-    return Counter(e.shape[-1] for e in matrices).most_common(1)[0][0], matrices[0].dtype.itemsize
+    # tables are matrices too, and may be kept wider than the products are done in
+    largest = max(matrices, key=lambda e: e.numel)
+    return Counter(e.shape[-1] for e in matrices).most_common(1)[0][0], largest.dtype.itemsize
 
 
 def _device(model: nn.Module, plan: list[HostLayer], slots: int, ema: float | None) -> dict[str, int]:
