@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from graphopt.codegen import landing
 from graphopt.errors import StreamError
 from graphopt.passes import stream_graph
 from graphopt.streaming import lockstep
@@ -133,6 +134,16 @@ class Engine:
         finally:
             self.ring.release(slot)
             self._latest = slot.free
+
+    @contextmanager
+    def landing(self, layer: HostLayer, arguments: Sequence[tuple[str, int]]) -> Iterator[list[torch.Tensor]]:
+        """Products that are gradients of a layer's weights are written into the next slab (which is given)."""
+        if layer.resident or not layer.grad_bytes:
+            yield []
+            return
+        slab, places = self.gradients.next_slab(layer)
+        with landing.into([places[i] if kind == "weight" else None for kind, i in arguments]):
+            yield [slab]
 
     def check_backward(self, layer: HostLayer, ticket: Ticket) -> None:
         """Raise StreamError where a backward cannot be right, before it runs."""

@@ -224,8 +224,11 @@ def _backward(
 ) -> list[torch.Tensor | None]:
     engine.check_backward(call.layer, ticket)
     walk.until(engine, call.index)
-    with engine.weights(call.layer) as (slot, views), engine.span(call.layer, "backward"):
-        found = _replayed_backward(engine, call, views, values, grads, state, autocast)
+    with (
+        engine.weights(call.layer) as (slot, views), engine.span(call.layer, "backward"),
+        engine.landing(call.layer, call.arguments) as slab,
+    ):
+        found = _replayed_backward(engine, call, views, slab, values, grads, state, autocast)
         if found is None:
             found = _differentiate(engine, call, views, values, grads, state, autocast)
         landed = zip(call.layer.entries, found[len(values):])
@@ -247,10 +250,13 @@ def _replayed_forward(
 
 
 def _replayed_backward(
-    engine: Engine, call: LayerCall, weights: Sequence[torch.Tensor], values: list[Any],
+    engine: Engine, call: LayerCall, weights: Sequence[torch.Tensor], slab: list[torch.Tensor], values: list[Any],
     grads: Sequence[torch.Tensor | None], state: Any, autocast: Any,
 ) -> list[torch.Tensor | None] | None:
-    """`_differentiate` by a recorded graph, if there is one.  Gradients of weights are valid until the next replay."""
+    """`_differentiate` by a recorded graph, if there is one.  Gradients of weights are valid until the next replay.
+
+    slab: where gradients may be written, and so part of what is recorded.
+    """
     if call.random or state is not None:
         return None
     n = len(values)
@@ -261,7 +267,7 @@ def _replayed_backward(
         return _differentiate(engine, call, weights, inputs, given[n:], None, autocast)
 
     trained = tuple(e.trained and e.handle.requires_grad for e in call.layer.entries)
-    found = engine.replays.run((call.train, call.arguments, trained), weights, [*values, *grads], work)
+    found = engine.replays.run((call.train, call.arguments, trained), [*weights, *slab], [*values, *grads], work)
     if found is None:
         return None
     kept = len(found) if call.layer.resident else n  # a resident weight keeps its gradient
