@@ -1,4 +1,4 @@
-"""The benchmark page, from the result files alone: docs/benchmarks.md with plots, docs/papers.md, and one HTML page.
+"""Pages from the result files alone: docs/benchmarks.md with plots, docs/papers.md, README's tables, one HTML page.
 
     python benchmarks/report.py [--html build/benchmarks.html]
 
@@ -17,6 +17,7 @@ from _results import ROOT
 from report_dsa import dsa, dsa_step
 from report_papers import papers
 from report_parts import Results, Section, number, table
+from report_readme import put
 
 DOCS = ROOT.parent / "docs"
 Row = dict
@@ -305,6 +306,9 @@ def main() -> None:
     text = markdown(results, pictures)
     (args.docs / "benchmarks.md").write_text(text)
     (args.docs / "papers.md").write_text(papers(results))
+    readme = args.docs.parent / "README.md"
+    if readme.exists():
+        readme.write_text(put(readme.read_text(), results))
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page(text, pictures))

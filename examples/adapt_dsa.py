@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None) -> None:
     command = [sys.executable, __file__, "--out", str(args.out), "--arms", args.arms, *rest]
     children = [subprocess.Popen([*command, "--seed", seed]) for seed in args.seeds.split(",")]
     codes = [c.wait() for c in children]
-    join(args.out, [f"--out {args.out.name}", *rest])
+    join(args.out, [f"--out {args.out.name} --arms {args.arms} --seeds {args.seeds}", *rest])
     print(table(args.out))
     if any(codes):
         raise SystemExit(f"a seed failed: exit codes {codes}")
