@@ -146,9 +146,13 @@ def fit_here(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int):
     """(fit with the overhead of a step, the largest host share, relative speed of each rank)."""
     grids = grids_of(samples, o.shapes)
     shapes = [Shape(b, *g, CAPTION) for g in grids for b in (1, 2, 4, 8) if b == 1 or b * np.prod(g) <= m_mem / 2]
-    shapes += [Shape(1, *g, CAPTION) for g in costly(samples, o.sizes)]
-    runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, repeats=3, device=job.device, reset=job.clear,
-                                    progress=False, queued=True, key=(key := runs_key(o)), path=runs_file(o, key))
+    often = costly(samples, o.sizes)
+    # Alone, and as many as a bucket's batch holds (where these are not very many: their time is little).
+    shapes += [Shape(b, *g, CAPTION) for g in (*often, *grids) for b in (1, m_mem // int(np.prod(g))) if b <= 32]
+    shapes = list({(s.B, s.S): s for s in shapes}.values())
+    runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, warmup=1, repeats=3, device=job.device,
+                                    reset=job.clear, progress=False, queued=True, key=(key := runs_key(o)),
+                                    path=runs_file(o, key))  # fmt: skip
     fit = graphopt.fit_cost(runs, anchored=True, refuse=False)
     ok = [r for r in runs.rows if r["status"] == "ok"]
     host = float(np.median([r["host_s"] for r in ok if "host_s" in r] or [0.0]))
