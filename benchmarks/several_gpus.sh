@@ -52,8 +52,8 @@ for job in ${jobs:-gradients drill policies unfused long}; do
         ) & ;;
     policies) # data C: the policies against each other, predicted beside measured
         measured policies 400 --budget 36 --steps 50 --replay 12 ;;
-    unfused) # the same plan without the fused kernels
-        measured unfused 500 --system inductor --budget 14 --sizes 8 --steps 16 --replay 6 ;;
+    unfused) # the same plans without the fused kernels
+        measured unfused 500 --system inductor --steps 16 --replay 6 --plan-with "${1:-benchmarks/results/h200x$ranks}/schedule.json" ;;
     long) # data A at its 97,200 tokens, blocks recomputed
         measured long 600 --cap 97200 --checkpoint --layers 2 --shapes 6 --speed-calls 3 --sizes 8 \
             --budget 25 --steps 12,8 --replay 5 --tau 1.3,2 ;;
