@@ -7,6 +7,7 @@
 cd "$(dirname "$0")/.."
 ranks=${RANKS:-$(nvidia-smi -L | wc -l)} out=${1:+--out $1} logs=${1:-build}/logs turn=$(mktemp -d) port=29500 before=start
 jobs=${*:2}
+jobs=${jobs:-gradients drill policies unfused long}
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -30,7 +31,7 @@ measured() {
     before=$1
 }
 
-for job in ${jobs:-gradients drill policies unfused long}; do
+for job in $jobs; do
     case $job in
     gradients) # unequal counts of microbatches: graphopt's graph as it is, and through Inductor; memory of both modes
         (
@@ -42,13 +43,15 @@ for job in ${jobs:-gradients drill policies unfused long}; do
             port=29600
             all_ranks gradients 100 benchmarks/schedule_grads.py --checks grads --batches 2
             wait
+            while [[ $jobs == *drill* && ! -e $turn/drill ]]; do sleep 0.2; done
             touch "$turn/gradients"
         ) &
         before=gradients ;;
     drill) # a rank dies; no timing, so beside the others' compilation
         (
-            timeout 150 python3 benchmarks/schedule_drill.py --timeout 25 $out > "$logs/drill.txt" 2>&1
+            timeout -k 5 110 python3 benchmarks/schedule_drill.py --timeout 25 $out > "$logs/drill.txt" 2>&1
             echo "--- drill: exit code $?, $SECONDS s"
+            touch "$turn/drill"
         ) & ;;
     policies) # data C: the policies against each other, predicted beside measured
         measured policies 400 --budget 36 --steps 50 --replay 12 ;;
