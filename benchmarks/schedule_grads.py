@@ -88,7 +88,7 @@ def whole(p: torch.Tensor | None) -> torch.Tensor:
 def gradients(device: torch.device, o: argparse.Namespace) -> list[dict]:
     """Every case's largest relative error over parameters and steps."""
     rows = []
-    cases = [c.split(":") for c in o.cases.split()]
+    cases = [c for c in (c.split(":") for c in o.cases.split()) if c[1] in o.precisions.split(",")]
     for precision in dict.fromkeys(p for _, p, _ in cases):
         torch._dynamo.reset()
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -183,6 +183,7 @@ def main() -> None:
                    help="with Inductor, with aot_eager, graphopt's graph as it is, not compiled")  # fmt: skip
     p.add_argument("--cases", default="fsdp2:fp32:1,3 fsdp2:fp32:2,5 ddp:fp32:1,3 ddp:fp32:2,5 fsdp2:bf16:1,3 "
                    "fsdp2:bf16:2,5", help="wrapper:precision:microbatches of even and odd ranks")  # fmt: skip
+    p.add_argument("--precisions", default="fp32,bf16", help="of these cases")
     p.add_argument("--quick", action="store_true", help="one block, one step")
     p.add_argument("--batches", default="1,2", help="B of the microbatches, each a graph or two")
     p.add_argument("--small", type=int, default=256, help="width of the model of the gradient check")

@@ -36,12 +36,15 @@ for job in $jobs; do
     gradients) # unequal counts of microbatches: graphopt's graph as it is, and through Inductor; memory of both modes
         (
             (
-                port=29601
+                port=29800
                 all_ranks gradients_rewritten 60 benchmarks/schedule_grads.py --checks grads --system rewritten
                 all_ranks memory 40 benchmarks/schedule_grads.py --checks memory
             ) &
-            port=29600
-            all_ranks gradients 100 benchmarks/schedule_grads.py --checks grads --batches 2
+            for precision in fp32 bf16; do
+                port=$((port + 100))
+                all_ranks "gradients_$precision" 100 benchmarks/schedule_grads.py --checks grads --batches 2 \
+                    --precisions $precision &
+            done
             wait
             while [[ $jobs == *drill* && ! -e $turn/drill ]]; do sleep 0.2; done
             touch "$turn/gradients"
