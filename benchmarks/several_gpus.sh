@@ -37,12 +37,12 @@ for job in $jobs; do
         (
             (
                 port=29800
-                all_ranks gradients_rewritten 60 benchmarks/schedule_grads.py --checks grads --system rewritten
-                all_ranks memory 40 benchmarks/schedule_grads.py --checks memory
+                all_ranks gradients_rewritten 150 benchmarks/schedule_grads.py --checks grads --system rewritten
+                all_ranks memory 60 benchmarks/schedule_grads.py --checks memory
             ) &
             for precision in fp32 bf16; do
                 port=$((port + 100))
-                all_ranks "gradients_$precision" 100 benchmarks/schedule_grads.py --checks grads --batches 2 \
+                all_ranks "gradients_$precision" 170 benchmarks/schedule_grads.py --checks grads --batches 2 \
                     --precisions $precision &
             done
             wait
