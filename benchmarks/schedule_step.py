@@ -246,7 +246,8 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--compile-only", action="store_true", help="compile what a run needs, and stop")
-    p.add_argument("--after", type=Path, help="compile, then wait for this file before measuring")
+    p.add_argument("--compiled", type=Path, help="file to make when everything is compiled")
+    p.add_argument("--after", default="", help="files (a,b) to wait for before measuring: other jobs of this machine")
     p.add_argument("--plan-with", type=Path, help="a schedule.json: plan with its first fit; measure none")
     p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
@@ -268,7 +269,10 @@ def main() -> None:
     if o.compile_only:
         dist.destroy_process_group()
         return
-    while o.after and not o.after.exists():
+    job.meet()
+    if o.compiled and first:
+        o.compiled.touch()
+    while not all(Path(f).exists() for f in o.after.split(",") if f):
         time.sleep(0.2)
     job.meet()
     if o.plan_with:

@@ -21,12 +21,15 @@ all_ranks() {
     echo "--- $1: exit code $?, $SECONDS s"
 }
 
-# measured NAME SECONDS OPTIONS..: compile now, measure when it is this one's turn
+# measured NAME SECONDS OPTIONS..: compile now, measure when everything is compiled and it is this one's turn
 measured() {
+    local job after=$turn/$before
+    for job in $jobs; do [[ policies,unfused,long == *$job* ]] && after+=,$turn/$job.compiled; done
     port=$((port + 1))
     (
-        all_ranks "$1" "$2" benchmarks/schedule_step.py --plan-ranks "" --after "$turn/$before" "${@:3}"
-        touch "$turn/$1"
+        all_ranks "$1" "$2" benchmarks/schedule_step.py --plan-ranks "" --compiled "$turn/$1.compiled" --after "$after" \
+            "${@:3}"
+        touch "$turn/$1" "$turn/$1.compiled"
     ) &
     before=$1
 }
@@ -57,7 +60,7 @@ for job in $jobs; do
             touch "$turn/drill"
         ) & ;;
     policies) # data C: the policies against each other, predicted beside measured
-        measured policies 400 --budget 36 --steps 50 --replay 12 ;;
+        measured policies 400 --budget 30 --tau 1.3,2 --steps 50,20 --replay 12 ;;
     unfused) # the same plans without the fused kernels
         measured unfused 500 --system inductor --steps 16 --replay 6 --plan-with "${1:-benchmarks/results/h200x$ranks}/schedule.json" ;;
     long) # data A at its 97,200 tokens, blocks recomputed
