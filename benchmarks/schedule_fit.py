@@ -137,7 +137,10 @@ def fit_rows(path: Path, cap: int) -> list[dict]:
     """Rows of a result file that hold fits for this data."""
     name = data_name(cap)
     rows = json.loads(path.read_text())["rows"]
-    return [r for r in rows if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == name]
+    found = [r for r in rows if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == name]
+    if not found:
+        raise SystemExit(f"{path} holds no fit for data {name}: measure one (schedule_step.py without --plan-with)")
+    return found
 
 
 def data_name(cap: int) -> str:

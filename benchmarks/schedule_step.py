@@ -161,8 +161,8 @@ def graphs() -> int:
 
 
 def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: int, o: argparse.Namespace,
-            say: Callable) -> list[dict]:
-    """Result rows of every policy at one tau."""
+            say: Callable, *, foreign: bool) -> list[dict]:
+    """Result rows of every policy at one tau; `foreign`: the fit is another system's, and predicts nothing here."""
     say(f"planned, tau = {row['tau']}")
     # Where one longest sample fills memory, adaptive_load's limits are equal_token's.
     table = {p: plan.table() for p, plan in plans.items()}
@@ -180,9 +180,8 @@ def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: in
         by[p] |= gains(p, by, plans, fit) if {"step_balanced", "equal_token"} <= set(by) else {}
         lists = ("step_s", "predicted_s", "busy_s", "step_tokens", "host_ahead_s", "microbatch_s")
         say({k: round(v, 4) if isinstance(v, float) else v for k, v in by[p].items() if k not in lists})
-    if not o.plan_with:
+    if not foreign:
         return list(by.values())
-    # The fit is another system's: it predicts nothing here.
     other = ("mape", "bias", "zero", "share", "planned", "predicted", "simulated")
     kept_keys = {k for r in by.values() for k in r if k.split("_")[0] not in other}
     return [{**{k: v for k, v in r.items() if k in kept_keys}, "simulated": False, "planned_with": "graphopt's fit"}
@@ -248,7 +247,7 @@ def main() -> None:
     p.add_argument("--compile-only", action="store_true", help="compile what a run needs, and stop")
     p.add_argument("--compiled", type=Path, help="file to make when everything is compiled")
     p.add_argument("--after", default="", help="files (a,b) to wait for before measuring: other jobs of this machine")
-    p.add_argument("--plan-with", type=Path, help="a schedule.json: plan with its first fit; measure none")
+    p.add_argument("--plan-with", type=Path, help="a schedule.json: take its fit (this system's, or else another's)")
     p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
     o = p.parse_args()
@@ -275,8 +274,11 @@ def main() -> None:
     while not all(Path(f).exists() for f in o.after.split(",") if f):
         time.sleep(0.2)
     job.meet()
+    foreign = False
     if o.plan_with:
-        fit, host, speeds = fit_of(fit_rows(o.plan_with, o.cap)[0]), 0.0, np.ones(ranks)
+        given = sorted(fit_rows(o.plan_with, o.cap), key=lambda r: r["system"] != o.system)[0]
+        foreign = given["system"] != o.system
+        fit, host, speeds = fit_of(given), given["host_s"], np.array(given["speeds"])
     else:
         fit, host, speeds = fit_here(job, samples, o, m_mem)
     # Rank 0's numbers are everyone's (they are equal, but for rounding of the overhead).
@@ -293,14 +295,15 @@ def main() -> None:
              "mape": fit.mape, "max_error": fit.max_error, "r2": fit.r2, "p": fit.p, "floor_s": fit.floor_s,
              "coefficients": fit.coefficients, "anchors": fit.anchors, "step_overhead_s": fit.step_overhead_s,
              "host_s": host, "speeds": speeds.tolist(), "graphs": graphs()}]  # fmt: skip
-    if o.plan_with:  # of another system: the same plan, and no prediction
+    if o.plan_with:
         rows = []
     if first:
         schedule.save(rows, o.machine, folder=o.out)
     for i, tau in enumerate(o.tau):
         plans = plans_of(samples, fit, o, m_mem, ranks, tau, speeds if o.speeds else None)
         row = {**common, "ranks": ranks, "tau": tau, "mode": "measured", "simulated": False}
-        rows += measure(job, {p: plans[p] for p in o.policies.split(",")}, fit, row, o.steps[i % len(o.steps)], o, say)
+        rows += measure(job, {p: plans[p] for p in o.policies.split(",")}, fit, row, o.steps[i % len(o.steps)], o, say,
+                        foreign=foreign)  # fmt: skip
         if first:
             schedule.save(rows, o.machine, folder=o.out)
     if first:
