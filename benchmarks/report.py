@@ -1,4 +1,4 @@
-"""The benchmark page, from the result files alone: docs/benchmarks.md with plots, docs/papers.md, and one HTML page.
+"""Pages from the result files alone: docs/benchmarks.md with plots, docs/papers.md, README's tables, one HTML page.
 
     python benchmarks/report.py [--html build/benchmarks.html]
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import report_plots as plots
 from _results import ROOT
 from report_papers import papers
+from report_readme import put
 
 DOCS = ROOT.parent / "docs"
 Row = dict
@@ -147,10 +148,14 @@ def peak(results: Results) -> Section | None:
     found = list(results.rows("peak"))
     if not found:
         return None
-    lines = [[r["model"], r["grid"], str(r["layers"]), r["system"], f"{r['peak_gib']:.2f}"] for _, r in
-             sorted(found, key=lambda fr: (fr[1]["model"], fr[1]["layers"], fr[1]["system"]))]
-    text = ("GiB at the peak of a training step; the file lists what lives there, by the kernel that wrote it. Rows "
-            "may be newer than those above.\n\n" + table(["model", "grid", "layers", "system", "peak, GiB"], lines))
+    lines = [[r["model"], r["grid"], str(r["layers"]), r["system"], number(r.get("peak_gib"), 4),
+              *(number(r.get(k), 3) for k in ("tensors", "mean", "worst")),
+              {True: "bit-equal", False: "differ", None: "-"}[r.get("repeatable")]]
+             for _, r in sorted(found, key=lambda fr: (fr[1]["model"], fr[1]["layers"], fr[1]["system"]))]
+    text = ("GiB at the peak of a training step; the file lists what lives there, by the kernel that wrote it. Then "
+            "the output and every gradient against fp32 eager, in units of bf16 eager's error: geometric mean over "
+            "tensors (contract: at most 1.05) and the largest (2). Rows may be newer than those above.\n\n"
+            + table(["model", "grid", "layers", "system", "peak, GiB", "tensors", "mean", "worst", "two runs"], lines))
     return Section("Memory at the peak", sorted({f for f, _ in found}), text)
 
 
@@ -212,6 +217,36 @@ def schedule(results: Results) -> Section | None:
                      "error of prediction, %"], lines))
     return Section("Batch plans", sorted({f for f, _ in found}), text,
                    ("schedule", lambda p: plots.schedule([r for _, r in found], p)))
+
+
+def kernels(results: Results) -> Section | None:
+    """Every kernel against fp64, by machine and width of the cross, and what compute-sanitizer found."""
+    lines, files = [], set()
+    for name, where in (("kernel_matrix", "GPU, five seeds"), ("kernel_matrix_interpreter", "Triton's interpreter")):
+        machines: dict[str, list[Row]] = {}
+        for file, row in results.rows(name):
+            machines.setdefault(file, []).append(row)
+        for file, rows in machines.items():
+            files.add(file)
+            worst = max(rows, key=lambda r: r["worst"])
+            place = worst["worst_at"].split(" gradient")[0].split(" output")[0]
+            lines.append([where, rows[0]["design"], f"{sum(r['cells'] for r in rows):,}",
+                          str(sum(len(r["missing"]) for r in rows)), f"{sum(r['runs'] for r in rows):,}",
+                          str(sum(len(r["failed"]) for r in rows)), f"{worst['worst']:.2f}",
+                          f"{worst['fusion']} {worst['dtypes']} {place}"])
+    if not lines:
+        return None
+    text = ("Eleven fusions, eleven widths from 1 to 20,000, five pairs of dtypes (a cell), each with batches 1 to 3 "
+            "of 0 to 4,095 rows and means of 1e3 (a case): every output and gradient against fp64 eager. `worst` is "
+            "the largest error in units of its limit, 1.25 x eager's error or 1e-5 in fp32.\n\n"
+            + table(["where", "design", "cells", "missing", "cases", "failed", "worst", "at"], lines))
+    checks = list(results.rows("sanitize"))
+    if checks:
+        files |= {f for f, _ in checks}
+        text += "\n\n" + table(["compute-sanitizer", "calls", "kernels", "errors"], [
+            [r["tool"], str(r["calls"]), str(r["kernels"]), "-" if r["errors"] is None else str(r["errors"])]
+            for _, r in checks])
+    return Section("Kernels against fp64", sorted(files), text)
 
 
 def several(results: Results) -> Section | None:
@@ -281,7 +316,7 @@ def zoo(results: Results) -> Section | None:
     return Section("Thirty-one real models", sorted({f for f, _ in counted + matrix}), table(["", ""], lines))
 
 
-SECTIONS = (adaln, bias_gradient, step, peak, dsa, stream, schedule, several, zoo)
+SECTIONS = (adaln, bias_gradient, step, peak, dsa, stream, schedule, several, kernels, zoo)
 
 
 def source(results: Results, file: str) -> str:
@@ -343,6 +378,9 @@ def main() -> None:
     text = markdown(results, pictures)
     (args.docs / "benchmarks.md").write_text(text)
     (args.docs / "papers.md").write_text(papers(results))
+    readme = args.docs.parent / "README.md"
+    if readme.exists():
+        readme.write_text(put(readme.read_text(), results))
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page(text, pictures))
