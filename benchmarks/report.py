@@ -1,4 +1,4 @@
-"""The benchmark page, from the result files alone: docs/benchmarks.md with plots, docs/papers.md, and one HTML page.
+"""Pages from the result files alone: docs/benchmarks.md with plots, docs/papers.md, README's tables, one HTML page.
 
     python benchmarks/report.py [--html build/benchmarks.html]
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import report_plots as plots
 from _results import ROOT
 from report_papers import papers
+from report_readme import put
 
 DOCS = ROOT.parent / "docs"
 Row = dict
@@ -377,6 +378,9 @@ def main() -> None:
     text = markdown(results, pictures)
     (args.docs / "benchmarks.md").write_text(text)
     (args.docs / "papers.md").write_text(papers(results))
+    readme = args.docs.parent / "README.md"
+    if readme.exists():
+        readme.write_text(put(readme.read_text(), results))
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page(text, pictures))

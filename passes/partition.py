@@ -179,7 +179,24 @@ def _connect(gm: fx.GraphModule, segments: list[Segment]) -> None:
                 if outside and i not in seen:
                     seen.add(i)
                     s.inputs.append(i)
+        s.inputs += _sizes(gm, s.inputs)
         s.outputs = [n for n in s.nodes if any(owner.get(u) is not s for u in n.users)]
+
+
+def _sizes(gm: fx.GraphModule, inputs: list[Node]) -> list[Node]:
+    """Arguments of the graph that are symbols which the inputs' sizes are made of and none of them is.
+
+    Tokens of a video are T * (H // 2) * (W // 2): Inductor refuses a graph that gets this size and not T, H and W.
+    """
+    used: set[Any] = set()
+    given: set[Any] = set()
+    for value in map(example, inputs):
+        for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                used |= size.node.expr.free_symbols
+                given |= {size.node.expr} if size.node.expr.is_Symbol else set()
+    arguments = ((n, example(n)) for n in gm.graph.find_nodes(op="placeholder")) if used - given else ()
+    return [n for n, value in arguments if isinstance(value, torch.SymInt) and value.node.expr in used - given]
 
 
 def _check(gm: fx.GraphModule, segment: Segment) -> None:
