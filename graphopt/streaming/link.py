@@ -71,6 +71,10 @@ class Link(Protocol):
         """A context for a thread that will queue copies."""
         ...
 
+    def trim(self) -> None:
+        """Give back device memory that the allocator holds and nobody uses."""
+        ...
+
     def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
         """Record what `work` launches: what runs it again, and where its results are then (until the next replay).
 
@@ -133,6 +137,9 @@ class CpuLink:
     def thread(self) -> Any:
         """See Link."""
         return nullcontext()
+
+    def trim(self) -> None:
+        """See Link."""
 
     def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
         """See Link.  What runs again is `work`, into the results of the first run."""
@@ -297,6 +304,10 @@ class CudaLink:
     def thread(self) -> Any:
         """See Link."""
         return torch.cuda.device(self.device)
+
+    def trim(self) -> None:
+        """See Link."""
+        torch.cuda.empty_cache()
 
     def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
         """See Link.  One pool of memory for all graphs: a result is valid until the next replay of any of them."""

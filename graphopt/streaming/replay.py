@@ -119,6 +119,8 @@ class Replays:
         inputs = self._fill(values)
         key = signature, tuple(w.data_ptr() for w in weights)
         graph = self._graphs.get(key)
+        if graph is None and not any(k[0] == signature for k in self._graphs):
+            self.link.trim()  # what plain runs used and graphs keep for themselves now
         if graph is None and (graph := self._record(inputs, work)) is None:
             return None
         self._graphs[key] = graph
