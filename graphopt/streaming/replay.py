@@ -66,6 +66,7 @@ class Replays:
         self._seen: dict[Any, int] = {}
         self._buffers: dict[Any, Buffer] = {}
         self._graphs: dict[Any, Recorded] = {}
+        self._pool: Any = None
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self.replayed = 0
 
@@ -89,6 +90,7 @@ class Replays:
         """Forget all graphs: their addresses are no longer valid."""
         self.link.join(self.link.mark())
         self._graphs.clear()
+        self._pool = None  # it ends with its last graph
         self._buffers.clear()
         self._seen.clear()
 
@@ -147,7 +149,8 @@ class Replays:
         versions = lambda: [v._version for v in inputs if isinstance(v, torch.Tensor)]  # noqa: E731
         before = versions()
         try:
-            graph = Recorded(*self.link.record(lambda: work(inputs)))
+            self._pool = self.link.pool() if self._pool is None else self._pool
+            graph = Recorded(*self.link.record(lambda: work(inputs), self._pool))
             if versions() != before:
                 raise RuntimeError("it writes into its inputs")
         except RuntimeError as error:

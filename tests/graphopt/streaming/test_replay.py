@@ -99,7 +99,7 @@ def test_dropout_and_autocast_are_launched_plainly() -> None:
 
 
 def test_what_cannot_be_recorded_runs_plainly_with_one_warning(caplog, monkeypatch) -> None:
-    def refuse(self, work):
+    def refuse(self, work, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(CpuLink, "record", refuse)
