@@ -244,7 +244,7 @@ def main() -> None:
                         rho=number(bound[kind] / row["step_ms"]), host_gib=engine.store.arena.nbytes / 2**30,
                         plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
                         plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
-                        graphs=engine.replays.recorded or None,
+                        graphs="on" if update.endswith("+graphs") else None,
                         threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
             save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 
