@@ -165,6 +165,7 @@ def main() -> None:
     p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box; 0: none")
     p.add_argument("--out", type=Path)
     p.add_argument("--timeline", type=Path)
+    p.add_argument("--timelines", type=int, default=100, help="of the first orders at each size")
     p.add_argument("--compiler", default="inductor")
     p.add_argument("--no-resident-run", action="store_true", help="skip the resident run: a model larger than the GPU")
     a = p.parse_args()
@@ -224,7 +225,7 @@ def main() -> None:
             engine.set_slots(1 if serial else a.slots)
             engine.link.overlap(not serial)
             driver = Serial(opt) if serial else opt
-            pictured = a.timeline is not None and (tokens < 20000 or update == a.updates.split(",")[0])
+            pictured = a.timeline is not None and a.updates.split(",").index(update) < a.timelines
             plan = graphopt.stream_plan(model, tokens, slots=a.slots, update=opt.update, rates=rates)
             try:
                 row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
