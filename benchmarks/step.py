@@ -1,110 +1,312 @@
 """One training step of a model at its real width, side by side: eager, Inductor with and without mix-order, graphopt.
 
-    python benchmarks/step.py [--models wan-1.3b,flux-dev,...] [--systems eager,graphopt] [--rep 1500] [--out FOLDER]
+    python benchmarks/step.py [--models wan-1.3b,flux-dev,...] [--systems eager,graphopt] [--profile] [--out FOLDER]
+    python benchmarks/step.py --warm ...                  compiles and runs one step of each, so that caches are filled
 
-Models and sizes are those of step_models.py.  A row: forward_ms (no_grad), step_ms (forward + backward), peak_gib of a
-step, grad_norm over all parameters, and grad_gap: the largest relative L2 distance of one parameter's gradient from
-eager's in the same dtype.
+Models and sizes are those of step_models.py.  Every system has a process of its own; they compile beside one another
+and are timed in turns, one at a time, so that a drifting clock meets all of them.  A row: forward_ms (no_grad) and
+step_ms (forward + backward, gradients freed after each), medians over all turns; peak_gib of a step; grad_norm over all
+parameters; grad_gap: the largest relative L2 distance of one parameter's gradient from eager's in the same dtype.
+`--profile` writes each kernel's time in one step to step_<model>_b<batch>_<system>.txt.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import tempfile
 import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from _results import copy_tb_per_s, save
-from step_models import CONFIGS, SIZES, build, inputs, layers
+from step_models import CONFIGS, SIZES, Size, build, inputs, layers, shrink
 
-SYSTEMS = ("eager", "inductor", "inductor_no_mix_order", "graphopt", "graphopt_experimental")
+SYSTEMS = ("eager", "inductor", "inductor_no_mix_order", "graphopt", "graphopt_sites")
+KEYS = ("model", "grid", "batch", "layers", "system")
+# the passes beside the sites
+BESIDE = ("norm_rotate", "column_sums", "gradient_addends")
 
 
 def compiled(model: torch.nn.Module, system: str):
-    torch._dynamo.reset()
+    """The model as a system runs it; graphopt_sites has the passes beside the sites off, graphopt+NAME has one on."""
     if system == "eager":
         return model
     if system.startswith("graphopt"):
-        more = ["norm_rotate", "column_sums", "gradient_addends"] if system == "graphopt_experimental" else []
-        return torch.compile(model, backend="graphopt", options={"graphopt.experimental": more})
+        options: dict[str, Any] = {}
+        if system == "graphopt_experimental":
+            options = {"graphopt.experimental": list(BESIDE)}
+        elif "+" in system:
+            options = {"graphopt.experimental": system.split("+")[1:]}
+        return torch.compile(model, backend="graphopt", options=options)
     return torch.compile(model, options={"triton.mix_order_reduction": system == "inductor"})
 
 
-def step(f, kw: dict) -> None:
-    f(**kw)[0].float().square().mean().backward()
+class System:
+    """A model under one system, in a process of its own."""
+
+    def __init__(self, name: str, size: Size, system: str, device: str) -> None:
+        self.device, self.system = device, system
+        self.model = build(name, device)
+        self.kw = inputs(name, size, device)
+        self.f = compiled(self.model, system)
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def step(self) -> None:
+        self.f(**self.kw)[0].float().square().mean().backward()
+
+    def clear(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+
+    def first(self, gradients: Path | None, reference: Path | None) -> dict[str, Any]:
+        """Compile by one step; its gradients are written to, or compared with, a file."""
+        start = time.perf_counter()
+        self.step()
+        self.synchronize()
+        row: dict[str, Any] = {"compile_s": time.perf_counter() - start}
+        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        row["grad_norm"] = torch.stack([g.float().norm() for g in grads.values()]).norm().item()
+        if gradients is not None:
+            torch.save(grads, gradients)
+        if reference is not None and reference.exists():
+            wanted = torch.load(reference, map_location=self.device)
+            row["grad_gap"] = max(((grads[n].float() - g.float()).norm() / g.float().norm().clamp_min(1e-12)).item()
+                                  for n, g in wanted.items())
+        del grads
+        self.rest()
+        if self.system.startswith("graphopt"):
+            import graphopt
+
+            report = graphopt.report(self.f)
+            print(report, flush=True)
+            row |= {f"{k}_{w}": report.count(k, w) for k in ("modulate", "gate") for w in ("matched", "rewritten")}
+        return row
+
+    def peak(self) -> dict[str, Any]:
+        """Memory of one step at its peak, and forwards compiled for no_grad."""
+        with torch.no_grad():
+            self.f(**self.kw)
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        self.step()
+        self.synchronize()
+        row = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if self.device == "cuda" else {}
+        self.rest()
+        return row
+
+    def rest(self) -> None:
+        """Leave the GPU's memory to others."""
+        self.clear()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def times(self, seconds: float) -> dict[str, list[float]]:
+        """Milliseconds of forwards and of steps, about `seconds` of them in all."""
+        def forward() -> None:
+            with torch.no_grad():
+                self.f(**self.kw)
+
+        def step() -> None:
+            self.step()
+            self.clear()
+
+        found = {"forward_ms": self.series(forward, seconds / 4), "step_ms": self.series(step, seconds)}
+        self.rest()
+        return found
+
+    def series(self, call: Any, seconds: float) -> list[float]:
+        """Milliseconds of call after call, the first left out."""
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        count = max(2, round(seconds / (time.perf_counter() - start)))
+        if self.device != "cuda":
+            return [1e3 * timed(call) for _ in range(count)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        call()
+        for mark in marks[:-1]:
+            mark.record()
+            call()
+        marks[-1].record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+
+    def profile(self, path: Path) -> None:
+        """Each kernel's time in one step, as a table."""
+        from torch.profiler import ProfilerActivity, profile
+
+        on = ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU
+        self.step()
+        self.clear()
+        self.synchronize()
+        with profile(activities=[on]) as prof:
+            self.step()
+            self.synchronize()
+        sort = "self_cuda_time_total" if self.device == "cuda" else "self_cpu_time_total"
+        table = prof.key_averages().table(sort_by=sort, row_limit=80, max_name_column_width=110)
+        keep = [line for line in table.splitlines() if line.strip()]
+        path.write_text("\n".join(keep) + "\n")
+        self.rest()
 
 
-def measure(
-    model: torch.nn.Module, system: str, kw: dict, reference: dict | None, rep: float
-) -> tuple[dict, dict]:
-    from triton.testing import do_bench
-
-    f = compiled(model, system)
-    clear = lambda: [setattr(p, "grad", None) for p in model.parameters()]
-    clear()
+def timed(call: Any) -> float:
     start = time.perf_counter()
-    step(f, kw)
-    torch.cuda.synchronize()
-    compile_s = time.perf_counter() - start
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    norm = torch.stack([g.float().norm() for g in grads.values()]).norm().item()
-    gap = 0.0
-    if reference:
-        gap = max(((grads[n].float() - g.float()).norm() / g.float().norm().clamp_min(1e-12)).item()
-                  for n, g in reference.items())
-    clear()
-    torch.cuda.reset_peak_memory_stats()
-    step(f, kw)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    clear()
-    with torch.no_grad():
-        forward = do_bench(lambda: f(**kw), 100, rep / 3, return_mode="median")
-    whole = do_bench(lambda: step(f, kw), 200, rep, return_mode="median")
-    row = dict(forward_ms=forward, step_ms=whole, peak_gib=peak, grad_norm=norm, grad_gap=gap, compile_s=compile_s)
-    if system.startswith("graphopt"):
-        import graphopt
+    call()
+    return time.perf_counter() - start
 
-        report = graphopt.report(f)
-        print(report, flush=True)
-        row |= {f"{k}_{w}": report.graphs and report.count(k, w) for k in ("modulate", "gate")
-                for w in ("matched", "rewritten")}
-    return row, grads
+
+def serve(pipe: Connection, name: str, size: Size, system: str, device: str, tiny: bool) -> None:
+    """A process: wait for the word, then answer calls of System's methods; an error is an answer too."""
+    if tiny:
+        shrink()
+    import diffusers  # noqa: F401  (slow to import: done before the word)
+
+    mine = None
+    while (message := pipe.recv()) is not None:
+        method, *args = message
+        try:
+            if mine is None:
+                mine = System(name, size, system, device)
+            pipe.send(getattr(mine, method)(*args))
+        except Exception as error:  # stock Inductor may raise here: that is a result
+            traceback.print_exc()
+            pipe.send({"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"})
+
+
+@dataclass
+class Child:
+    """The parent's end of one process."""
+
+    name: str
+    size: Size
+    system: str
+    process: Any
+    pipe: Connection
+    row: dict[str, Any]
+
+    def ask(self, *message: Any) -> None:
+        try:
+            self.pipe.send(message)
+        except OSError:
+            self.row["error"] = "the process died"
+
+    def answer(self) -> Any:
+        try:
+            found = self.pipe.recv()
+        except (EOFError, OSError):
+            found = {"error": "the process died"}
+        if isinstance(found, dict) and "error" in found:
+            self.row["error"] = found["error"]
+        return found
+
+    @property
+    def alive(self) -> bool:
+        return "error" not in self.row
+
+    def end(self) -> None:
+        try:
+            self.pipe.send(None)
+        except OSError:
+            pass  # it is gone already
+        self.process.join()
+
+
+def groups(args: argparse.Namespace) -> list[list[tuple[str, Size, str]]]:
+    """What is compiled together: whole sizes, at most `together` processes."""
+    batches = None if args.batches is None else [int(b) for b in args.batches.split(",")]
+    found: list[list[tuple[str, Size, str]]] = [[]]
+    for name in args.models.split(","):
+        for size in SIZES[name]:
+            if batches is None or size.batch in batches:
+                one = [(name, size, system) for system in args.systems.split(",")]
+                if found[-1] and len(found[-1]) + len(one) > args.together:
+                    found.append([])
+                found[-1] += one
+    return [g for g in found if g]
+
+
+def run(group: list[Child], args: argparse.Namespace, ceilings: dict[str, float], scratch: Path) -> None:
+    """Compile a group at once, then measure its sizes one after the other, in turns."""
+    file = lambda c: scratch / f"{c.name}_{c.size.grid}_{c.size.batch}.pt"
+    with_eager = any(c.system == "eager" for c in group) and not args.warm
+    for first in (True, False):  # eager first: the others compare their gradients with its
+        turn = [c for c in group if (c.system == "eager") == first]
+        for c in turn:
+            c.ask("first", file(c) if first and with_eager else None, None if first or not with_eager else file(c))
+        for c in turn:
+            c.row |= c.answer()
+    for c in [c for c in group if c.alive]:
+        c.ask("peak")
+        c.row |= c.answer()
+        if args.warm:
+            print({k: v for k, v in c.row.items()}, flush=True)
+    if args.warm:
+        return
+    for key in dict.fromkeys((c.name, c.size) for c in group):
+        mine = [c for c in group if (c.name, c.size) == key]
+        series: dict[str, dict[str, list[float]]] = {c.system: {} for c in mine}
+        for _ in range(args.rounds):
+            for c in [c for c in mine if c.alive]:
+                c.ask("times", args.seconds / args.rounds)
+                for what, values in c.answer().items():
+                    series[c.system].setdefault(what, []).extend(values if c.alive else [])
+        for c in mine:
+            if c.alive:
+                c.row |= {what: statistics.median(v) for what, v in series[c.system].items()}
+                steps = sorted(series[c.system]["step_ms"])
+                c.row["step_ms_range"] = [steps[0], steps[-1]]
+            row = dict(model=c.name, grid=c.size.grid, batch=c.size.batch, layers=layers(c.name), system=c.system, **c.row)
+            print({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            save("step", [row], KEYS, ceilings, args.out)
+        for c in [c for c in mine if args.profile and c.alive]:
+            c.ask("profile", (args.out or Path()) / f"step_{c.name}_b{c.size.batch}_{c.system}.txt")
+            c.answer()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--batches", help="only sizes with these batch sizes, as 1,2")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--rep", type=float, default=2500.0, help="milliseconds of timed steps per system")
+    parser.add_argument("--seconds", type=float, default=4.0, help="timed steps per system")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each system")
+    parser.add_argument("--together", type=int, default=6, help="processes that hold the GPU's memory at once")
+    parser.add_argument("--warm", action="store_true", help="only fill the compilers' caches")
+    parser.add_argument("--profile", action="store_true", help="also write each kernel's time in one step")
+    parser.add_argument("--tiny", action="store_true", help="small widths and grids, to try the script")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    ceilings = {"copy_tb_per_s": copy_tb_per_s()}
-    batches = None if args.batches is None else [int(b) for b in args.batches.split(",")]
-    for name in args.models.split(","):
-        model = build(name)
-        for size in SIZES[name]:
-            if batches is not None and size.batch not in batches:
-                continue
-            kw, reference = inputs(name, size), None
-            for system in args.systems.split(","):
-                try:
-                    row, grads = measure(model, system, kw, reference, args.rep)
-                except Exception as error:  # stock Inductor may raise here: that is a result
-                    row, grads = dict(error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"), None
-                if system == "eager":
-                    reference = grads
-                row = dict(model=name, grid=size.grid, batch=size.batch, layers=layers(name), system=system, **row)
-                print({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-                save("step", [row], ("model", "grid", "batch", "layers", "system"), ceilings, args.out)
-                del grads
-                for p in model.parameters():
-                    p.grad = None
-                torch.cuda.empty_cache()
-            del reference
-        del model
-        torch.cuda.empty_cache()
+    if args.tiny:
+        shrink()
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    ceilings = {} if args.warm or args.device != "cuda" else {"copy_tb_per_s": copy_tb_per_s()}
+    context = get_context("spawn")
+    started = []
+    for group in groups(args):
+        started.append([])
+        for name, size, system in group:
+            ours, theirs = context.Pipe()
+            p = context.Process(target=serve, args=(theirs, name, size, system, args.device, args.tiny), daemon=True)
+            p.start()
+            theirs.close()
+            started[-1].append(Child(name, size, system, p, ours, {}))
+    with tempfile.TemporaryDirectory() as scratch:
+        for children in started:
+            run(children, args, ceilings, Path(scratch))
+            for c in children:
+                c.end()
 
 
 if __name__ == "__main__":
