@@ -4,15 +4,18 @@
     python benchmarks/step.py --warm ...                  compiles and runs one step of each, so that caches are filled
 
 Models and sizes are those of step_models.py.  Every system has a process of its own; they compile beside one another
-and are timed in turns, one at a time, so that a drifting clock meets all of them.  A row: forward_ms (no_grad) and
-step_ms (forward + backward, gradients freed after each), medians over all turns; peak_gib of a step; grad_norm over all
-parameters; grad_gap: the largest relative L2 distance of one parameter's gradient from eager's in the same dtype.
+(`--together`) and are timed in turns, one at a time, so that a drifting clock meets all of them.  A row: forward_ms
+(no_grad) and step_ms (forward + backward, gradients freed after each), medians over all turns; peak_gib of a step;
+grad_norm over all parameters; grad_gap: the largest relative L2 distance of one parameter's gradient from eager's in
+the same dtype.
 `--profile` writes each kernel's time in one step to step_<model>_b<batch>_<system>.txt.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import statistics
 import tempfile
 import time
@@ -139,7 +142,7 @@ class System:
             call()
         marks[-1].record()
         torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
     def profile(self, path: Path) -> None:
         """Each kernel's time in one step, as a table."""
@@ -214,10 +217,8 @@ class Child:
         return "error" not in self.row
 
     def end(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it may be gone already
             self.pipe.send(None)
-        except OSError:
-            pass  # it is gone already
         self.process.join()
 
 
@@ -241,10 +242,11 @@ def run(group: list[Child], args: argparse.Namespace, ceilings: dict[str, float]
     with_eager = any(c.system == "eager" for c in group) and not args.warm
     for first in (True, False):  # eager first: the others compare their gradients with its
         turn = [c for c in group if (c.system == "eager") == first]
-        for c in turn:
-            c.ask("first", file(c) if first and with_eager else None, None if first or not with_eager else file(c))
-        for c in turn:
-            c.row |= c.answer()
+        for i in range(0, len(turn), args.together):
+            for c in turn[i:i + args.together]:
+                c.ask("first", file(c) if first and with_eager else None, None if first or not with_eager else file(c))
+            for c in turn[i:i + args.together]:
+                c.row |= c.answer()
     for c in [c for c in group if c.alive]:
         c.ask("peak")
         c.row |= c.answer()
@@ -265,7 +267,8 @@ def run(group: list[Child], args: argparse.Namespace, ceilings: dict[str, float]
                 c.row |= {what: statistics.median(v) for what, v in series[c.system].items()}
                 steps = sorted(series[c.system]["step_ms"])
                 c.row["step_ms_range"] = [steps[0], steps[-1]]
-            row = dict(model=c.name, grid=c.size.grid, batch=c.size.batch, layers=layers(c.name), system=c.system, **c.row)
+            what = dict(model=c.name, grid=c.size.grid, batch=c.size.batch, layers=layers(c.name), system=c.system)
+            row = {**what, **c.row}
             print({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
             save("step", [row], KEYS, ceilings, args.out)
         for c in [c for c in mine if args.profile and c.alive]:
@@ -280,7 +283,8 @@ def main() -> None:
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--seconds", type=float, default=4.0, help="timed steps per system")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each system")
-    parser.add_argument("--together", type=int, default=6, help="processes that hold the GPU's memory at once")
+    parser.add_argument("--together", type=int, default=6, help="processes that compile at once, each with its model "
+                        "on the GPU; 1: Inductor tunes its kernels undisturbed")
     parser.add_argument("--warm", action="store_true", help="only fill the compilers' caches")
     parser.add_argument("--profile", action="store_true", help="also write each kernel's time in one step")
     parser.add_argument("--tiny", action="store_true", help="small widths and grids, to try the script")
