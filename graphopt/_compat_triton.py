@@ -67,7 +67,8 @@ def replace_kernel(node: fx.Node, kernel: Any, warps: int, tensors: dict[str, fx
 
 
 def add_triton_call(
-    graph: fx.Graph, kernel: Any, warps: int, grid: tuple[int, ...], arguments: dict[str, Any], written: list[str]
+    graph: fx.Graph, kernel: Any, warps: int | None, grid: tuple[int, ...], arguments: dict[str, Any],
+    written: list[str],
 ) -> fx.Node:
     """A functional call as a node where the graph inserts; it yields the tensors the kernel writes, by name.
 
@@ -84,3 +85,44 @@ def add_triton_call(
         "constant_args_idx": kernel_side_table.add_constant_args({}), "grid": [grid],
         "tma_descriptor_metadata": {}, "kwargs": arguments, "tensors_to_clone": written,
     })
+
+
+def triton_grid(node: fx.Node) -> tuple[Any, ...] | None:
+    """The grid of a functional kernel call; None where it has several (one per configuration)."""
+    grids: Any = node.kwargs["grid"]
+    return tuple(grids[0]) if len(grids) == 1 else None
+
+
+def triton_warps(node: fx.Node) -> int | None:
+    """The warps of a functional kernel call; None where it names none (the interpreter)."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    return kernel.configs[0].num_warps if hasattr(kernel, "configs") else None
+
+
+def equal_arguments(first: fx.Node, second: fx.Node) -> frozenset[str]:
+    """The arguments that two calls of one kernel have in common and do not write."""
+    a, b = triton_call(first), triton_call(second)
+    if a is None or b is None:
+        raise ValueError("not two kernel calls")
+    same = {n for n, v in a.arguments.items() if v is b.arguments[n] or (isinstance(v, int) and v == b.arguments[n])}
+    return frozenset(same) - set(a.written)
+
+
+def join_calls(
+    graph: fx.Graph, first: fx.Node, second: fx.Node, kernel: Any, shared: frozenset[str], suffix: str, count: str
+) -> fx.Node:
+    """One call for two of one kernel, where the graph inserts.
+
+    kernel takes the arguments of the first, those of the second that are not shared under their names with `suffix`,
+    and as `count` how many programs belong to the first.
+    """
+    a, b, grids = triton_call(first), triton_call(second), [triton_grid(first), triton_grid(second)]
+    if a is None or b is None or grids[0] is None or grids[1] is None:
+        raise ValueError("not two kernel calls with one grid each")
+    more = {n + suffix: v for n, v in b.arguments.items() if n not in shared}
+    written = [*a.written, *(n + suffix for n in b.written)]
+    grid = (grids[0][0] + grids[1][0], 1, 1)
+    arguments = {**a.arguments, **more, count: grids[0][0]}
+    return add_triton_call(graph, kernel, triton_warps(first), grid, arguments, written)

@@ -21,7 +21,15 @@ from graphopt import _compat, _compat_capture, reporting
 from graphopt.codegen import operators
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
-from graphopt.passes import catalogue, column_sums, freeing_order, gradient_addends, pipeline, reuse_gradients
+from graphopt.passes import (
+    catalogue,
+    column_sums,
+    freeing_order,
+    gradient_addends,
+    joint_launch,
+    pipeline,
+    reuse_gradients,
+)
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.lower_video_attention import LowerVideoAttention, MatchGlobalAttention, has_mark
@@ -145,6 +153,7 @@ def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Sit
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
     late = [m for m in (gradient_addends, column_sums) if _name(m) in experimental(config)]
+    last = [m for m in (joint_launch,) if _name(m) in experimental(config)]
     reuses = "reuse_gradients" not in config.disable
 
     def change(graph: fx.Graph) -> None:
@@ -153,8 +162,11 @@ def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Sit
         freeing_order.free_early(graph)
         if reuses:
             reuse_gradients.reuse(graph)
+        for module in last:
+            module.fold(graph)
 
-    names = ([(_name(m), version(m)) for m in (*late, freeing_order, reuse_gradients)], reuses, operators.source_hash())
+    used = (*late, freeing_order, reuse_gradients, *last)
+    names = ([(_name(m), version(m)) for m in used], reuses, operators.source_hash())
     order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
     return {**inductor_options, _compat.POST_GRAD: order}
 

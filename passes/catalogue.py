@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 # passes that run only when asked for; they are switched off like a rule
-EXPERIMENTAL = frozenset({"norm_rotate", "column_sums", "gradient_addends"})
+EXPERIMENTAL = frozenset({"norm_rotate", "column_sums", "gradient_addends", "joint_launch"})
 
 # what is always done to the graphs Inductor lowers: no rules, but switched off like one
 LATE = frozenset({"reuse_gradients"})
