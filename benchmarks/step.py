@@ -14,19 +14,15 @@ the same dtype.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import tempfile
 import time
-import traceback
-from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from _processes import Child
 from _results import copy_tb_per_s, save
 from step_models import CONFIGS, SIZES, Size, build, inputs, layers, shrink
 
@@ -168,58 +164,33 @@ def timed(call: Any) -> float:
     return time.perf_counter() - start
 
 
-def serve(pipe: Connection, name: str, size: Size, system: str, device: str, tiny: bool) -> None:
-    """A process: wait for the word, then answer calls of System's methods; an error is an answer too."""
+def make(name: str, size: Size, system: str, device: str, tiny: bool) -> System:
+    """A system in its process."""
     if tiny:
         shrink()
-    import diffusers  # noqa: F401  (slow to import: done before the word)
-
-    mine = None
-    while (message := pipe.recv()) is not None:
-        method, *args = message
-        try:
-            if mine is None:
-                mine = System(name, size, system, device)
-            pipe.send(getattr(mine, method)(*args))
-        except Exception as error:  # stock Inductor may raise here: that is a result
-            traceback.print_exc()
-            pipe.send({"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"})
+    return System(name, size, system, device)
 
 
-@dataclass
-class Child:
-    """The parent's end of one process."""
+class Measured:
+    """One system of one size: its process, and what is known of it."""
 
-    name: str
-    size: Size
-    system: str
-    process: Any
-    pipe: Connection
-    row: dict[str, Any]
-
-    def ask(self, *message: Any) -> None:
-        try:
-            self.pipe.send(message)
-        except OSError:
-            self.row["error"] = "the process died"
-
-    def answer(self) -> Any:
-        try:
-            found = self.pipe.recv()
-        except (EOFError, OSError):
-            found = {"error": "the process died"}
-        if isinstance(found, dict) and "error" in found:
-            self.row["error"] = found["error"]
-        return found
+    def __init__(self, name: str, size: Size, system: str, args: argparse.Namespace) -> None:
+        self.name, self.size, self.system = name, size, system
+        self.child = Child(make, name, size, system, args.device, args.tiny)
+        self.row: dict[str, Any] = {}
 
     @property
     def alive(self) -> bool:
         return "error" not in self.row
 
-    def end(self) -> None:
-        with contextlib.suppress(OSError):  # it may be gone already
-            self.pipe.send(None)
-        self.process.join()
+    def ask(self, *message: Any) -> None:
+        self.child.ask(*message)
+
+    def answer(self) -> Any:
+        found = self.child.answer()
+        if isinstance(found, dict) and "error" in found:
+            self.row["error"] = found["error"]
+        return found
 
 
 def groups(args: argparse.Namespace) -> list[list[tuple[str, Size, str]]]:
@@ -236,7 +207,7 @@ def groups(args: argparse.Namespace) -> list[list[tuple[str, Size, str]]]:
     return [g for g in found if g]
 
 
-def run(group: list[Child], args: argparse.Namespace, ceilings: dict[str, float], scratch: Path) -> None:
+def run(group: list[Measured], args: argparse.Namespace, ceilings: dict[str, float], scratch: Path) -> None:
     """Compile a group at once, then measure its sizes one after the other, in turns."""
     file = lambda c: scratch / f"{c.name}_{c.size.grid}_{c.size.batch}.pt"
     with_eager = any(c.system == "eager" for c in group) and not args.warm
@@ -296,21 +267,12 @@ def main() -> None:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     ceilings = {} if args.warm or args.device != "cuda" else {"copy_tb_per_s": copy_tb_per_s()}
-    context = get_context("spawn")
-    started = []
-    for group in groups(args):
-        started.append([])
-        for name, size, system in group:
-            ours, theirs = context.Pipe()
-            p = context.Process(target=serve, args=(theirs, name, size, system, args.device, args.tiny), daemon=True)
-            p.start()
-            theirs.close()
-            started[-1].append(Child(name, size, system, p, ours, {}))
+    started = [[Measured(*one, args) for one in group] for group in groups(args)]  # imports take a while
     with tempfile.TemporaryDirectory() as scratch:
-        for children in started:
-            run(children, args, ceilings, Path(scratch))
-            for c in children:
-                c.end()
+        for group in started:
+            run(group, args, ceilings, Path(scratch))
+            for c in group:
+                c.child.end()
 
 
 if __name__ == "__main__":
