@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -26,22 +28,21 @@ from _processes import Child
 from _results import copy_tb_per_s, save
 from step_models import CONFIGS, SIZES, Size, build, inputs, layers, shrink
 
-SYSTEMS = ("eager", "inductor", "inductor_no_mix_order", "graphopt", "graphopt_sites")
+SYSTEMS = ("eager", "inductor", "inductor_no_mix_order", "graphopt")
 KEYS = ("model", "grid", "batch", "layers", "system")
 # the passes beside the sites
 BESIDE = ("norm_rotate", "column_sums", "gradient_addends")
 
 
 def compiled(model: torch.nn.Module, system: str):
-    """The model as a system runs it; graphopt_sites has the passes beside the sites off, graphopt+NAME has one on."""
+    """The model as a system runs it.  graphopt_sites: without the passes beside the sites; graphopt-NAME and
+    graphopt+NAME: without a pass, with one that must be asked for."""
     if system == "eager":
         return model
     if system.startswith("graphopt"):
-        options: dict[str, Any] = {}
-        if system == "graphopt_experimental":
-            options = {"graphopt.experimental": list(BESIDE)}
-        elif "+" in system:
-            options = {"graphopt.experimental": system.split("+")[1:]}
+        off = list(BESIDE) if system == "graphopt_sites" else [p.split("+")[0] for p in system.split("-")[1:]]
+        on = [p.split("-")[0] for p in system.split("+")[1:]]
+        options = {"graphopt.disable": off, "graphopt.experimental": on}
         return torch.compile(model, backend="graphopt", options=options)
     return torch.compile(model, options={"triton.mix_order_reduction": system == "inductor"})
 
@@ -100,7 +101,7 @@ class System:
         self.step()
         self.synchronize()
         row = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if self.device == "cuda" else {}
-        self.rest()
+        self.clear()
         return row
 
     def rest(self) -> None:
@@ -119,9 +120,7 @@ class System:
             self.step()
             self.clear()
 
-        found = {"forward_ms": self.series(forward, seconds / 4), "step_ms": self.series(step, seconds)}
-        self.rest()
-        return found
+        return {"forward_ms": self.series(forward, seconds / 4), "step_ms": self.series(step, seconds)}
 
     def series(self, call: Any, seconds: float) -> list[float]:
         """Milliseconds of call after call, the first left out."""
@@ -132,7 +131,6 @@ class System:
         if self.device != "cuda":
             return [1e3 * timed(call) for _ in range(count)]
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        call()
         for mark in marks[:-1]:
             mark.record()
             call()
@@ -152,10 +150,14 @@ class System:
             self.step()
             self.synchronize()
         sort = "self_cuda_time_total" if self.device == "cuda" else "self_cpu_time_total"
-        table = prof.key_averages().table(sort_by=sort, row_limit=80, max_name_column_width=110)
+        table = prof.key_averages().table(sort_by=sort, row_limit=120, max_name_column_width=110)
         keep = [line for line in table.splitlines() if line.strip()]
+        spans = [e.time_range for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        if spans:
+            busy, whole = sum(t.elapsed_us() for t in spans), max(t.end for t in spans) - min(t.start for t in spans)
+            keep.append(f"{busy / 1e3:.2f} ms busy of {whole / 1e3:.2f} ms")
         path.write_text("\n".join(keep) + "\n")
-        self.rest()
+        self.clear()
 
 
 def timed(call: Any) -> float:
@@ -222,17 +224,22 @@ def run(group: list[Measured], args: argparse.Namespace, ceilings: dict[str, flo
         c.ask("peak")
         c.row |= c.answer()
         if args.warm:
-            print({k: v for k, v in c.row.items()}, flush=True)
+            print(c.name, c.size, c.system, c.row, flush=True)
+            c.ask("rest")
+            c.answer()
     if args.warm:
         return
     for key in dict.fromkeys((c.name, c.size) for c in group):
         mine = [c for c in group if (c.name, c.size) == key]
         series: dict[str, dict[str, list[float]]] = {c.system: {} for c in mine}
-        for _ in range(args.rounds):
-            for c in [c for c in mine if c.alive]:
+        for turn in range(args.rounds):
+            for c in [c for c in mine if c.alive][::-1 if turn % 2 else 1]:
                 c.ask("times", args.seconds / args.rounds)
-                for what, values in c.answer().items():
-                    series[c.system].setdefault(what, []).extend(values if c.alive else [])
+                state = clocks(args.device)
+                found = c.answer()
+                for what, values in found.items() if c.alive else ():
+                    series[c.system].setdefault(what, []).extend(values)
+                    print(f"{c.system} {what} {statistics.median(values):.3f} {state}", flush=True)
         for c in mine:
             if c.alive:
                 c.row |= {what: statistics.median(v) for what, v in series[c.system].items()}
@@ -245,6 +252,20 @@ def run(group: list[Measured], args: argparse.Namespace, ceilings: dict[str, flo
         for c in [c for c in mine if args.profile and c.alive]:
             c.ask("profile", (args.out or Path()) / f"step_{c.name}_b{c.size.batch}_{c.system}.txt")
             c.answer()
+        for c in [c for c in mine if c.alive]:
+            c.ask("rest")
+            c.answer()
+
+
+def clocks(device: str) -> str:
+    """Clock, power and what holds the clock down, half a second into a turn: a GPU at its power limit slows down."""
+    if device != "cuda":
+        return ""
+    time.sleep(0.3)
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,clocks_throttle_reasons.active", "--format=csv,noheader"]
+    here = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    done = subprocess.run([*query, *(["-i", here] if here else [])], capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def main() -> None:
@@ -253,7 +274,7 @@ def main() -> None:
     parser.add_argument("--batches", help="only sizes with these batch sizes, as 1,2")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--seconds", type=float, default=4.0, help="timed steps per system")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each system")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each system")
     parser.add_argument("--together", type=int, default=6, help="processes that compile at once, each with its model "
                         "on the GPU; 1: Inductor tunes its kernels undisturbed")
     parser.add_argument("--warm", action="store_true", help="only fill the compilers' caches")

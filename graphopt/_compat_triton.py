@@ -46,7 +46,17 @@ def triton_call(node: fx.Node) -> TritonCall | None:
 
 def set_triton_argument(node: fx.Node, name: str, value: fx.Node) -> None:
     """Give a functional kernel call another tensor for one of its arguments."""
-    node.update_kwarg("kwargs", {**node.kwargs["kwargs"], name: value})  # type: ignore[dict-item]
+    _set(node, {name: value})
+
+
+def _set(node: fx.Node, tensors: dict[str, fx.Node], **settings: Any) -> None:
+    """Give a call other tensors or settings; what torch remembers of its inputs follows (2.11 walks both together)."""
+    arguments: Any = node.kwargs["kwargs"]
+    node.kwargs = {**node.kwargs, **settings, "kwargs": {**arguments, **tensors}}
+    if "eager_input_vals" in node.meta:
+        args, kwargs = node.meta["eager_input_vals"]
+        values = {**kwargs["kwargs"], **{n: t.meta["val"] for n, t in tensors.items()}}
+        node.meta["eager_input_vals"] = (args, {**kwargs, **settings, "kwargs": values})
 
 
 def replace_kernel(node: fx.Node, kernel: Any, warps: int, tensors: dict[str, fx.Node]) -> None:
@@ -61,9 +71,7 @@ def replace_kernel(node: fx.Node, kernel: Any, warps: int, tensors: dict[str, fx
         for config in configs:
             config.num_warps = warps
         kernel = triton.autotune(configs=configs, key=[])(kernel)
-    arguments: Any = node.kwargs["kwargs"]
-    node.kwargs = {**node.kwargs, "kernel_idx": kernel_side_table.add_kernel(kernel),
-                   "kwargs": {**arguments, **tensors}}
+    _set(node, tensors, kernel_idx=kernel_side_table.add_kernel(kernel))
 
 
 def add_triton_call(

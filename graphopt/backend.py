@@ -131,14 +131,17 @@ def passes(gm: fx.GraphModule, config: Config) -> list[pipeline.Pass]:
     """
     slide = slides(gm, config)
     order: list[pipeline.Pass] = [Canonicalize(), *([MatchGlobalAttention()] if slide else [])]
-    if "norm_rotate" in experimental(config):
+    if "norm_rotate" in beside(config):
         order.append(NormRotate())
     return [*order, AdaLN(), *([LowerVideoAttention(config.dsa)] if slide else [])]
 
 
-def experimental(config: Config) -> set[str]:
-    """The passes beside the sites that run: asked for, not disabled, and eager's roundings are not."""
-    return {*config.experimental} - {*config.disable} if config.numerics == "fp32" else set()
+def beside(config: Config) -> set[str]:
+    """The passes beside the sites that run: none where eager's roundings are asked for, or only certain rules."""
+    if config.numerics != "fp32":
+        return set()
+    usual = catalogue.BESIDE if config.rules is None else frozenset()
+    return {*usual, *config.experimental} - {*config.disable}
 
 
 def slides(gm: fx.GraphModule, config: Config) -> bool:
@@ -152,8 +155,8 @@ def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Sit
     read or make them."""
     if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
         return inductor_options
-    late = [m for m in (gradient_addends, column_sums) if _name(m) in experimental(config)]
-    last = [m for m in (joint_launch,) if _name(m) in experimental(config)]
+    late = [m for m in (gradient_addends, column_sums) if _name(m) in beside(config)]
+    last = [m for m in (joint_launch,) if _name(m) in beside(config)]
     reuses = "reuse_gradients" not in config.disable
 
     def change(graph: fx.Graph) -> None:
