@@ -110,3 +110,4 @@ def test_passes_beside_the_sites_run_unless_disabled() -> None:
     assert running(experimental=["joint_launch"]) == usual | {"joint_launch"}
     assert running(numerics="eager") == set()
     assert running(rules=["norm_modulate"]) == set()
+    assert running(verify=True) == usual - {"norm_rotate"}
