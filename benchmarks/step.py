@@ -30,6 +30,8 @@ from step_models import CONFIGS, SIZES, Size, build, inputs, layers, shrink
 
 SYSTEMS = ("eager", "inductor", "inductor_no_mix_order", "graphopt")
 KEYS = ("model", "grid", "batch", "layers", "system")
+# cuDNN's attention faults on it (torch 2.11, Inductor alone as well): FlashAttention for every system
+WITHOUT_CUDNN = {"flux-dev"}
 # the passes beside the sites
 BESIDE = ("norm_rotate", "column_sums", "gradient_addends")
 
@@ -52,6 +54,7 @@ class System:
 
     def __init__(self, name: str, size: Size, system: str, device: str) -> None:
         self.device, self.system = device, system
+        torch.backends.cuda.enable_cudnn_sdp(name not in WITHOUT_CUDNN)
         self.model = build(name, device)
         self.kw = inputs(name, size, device)
         self.f = compiled(self.model, system)

@@ -56,6 +56,7 @@ def _set(node: fx.Node, tensors: dict[str, fx.Node], **settings: Any) -> None:
     if "eager_input_vals" in node.meta:
         args, kwargs = node.meta["eager_input_vals"]
         values = {**kwargs["kwargs"], **{n: t.meta["val"] for n, t in tensors.items()}}
+        values = type(kwargs["kwargs"])({n: values[n] for n in node.kwargs["kwargs"]})  # type: ignore[union-attr]
         node.meta["eager_input_vals"] = (args, {**kwargs, **settings, "kwargs": values})
 
 
@@ -88,11 +89,15 @@ def add_triton_call(
         import triton
 
         kernel = triton.autotune(configs=[triton.Config({}, num_warps=warps)], key=[])(kernel)
-    return graph.call_function(triton_kernel_wrapper_functional, (), {
+    node = graph.call_function(triton_kernel_wrapper_functional, (), {
         "kernel_idx": kernel_side_table.add_kernel(kernel),
         "constant_args_idx": kernel_side_table.add_constant_args({}), "grid": [grid],
         "tma_descriptor_metadata": {}, "kwargs": arguments, "tensors_to_clone": written,
     })
+    if all("val" in n.meta for n in node.all_input_nodes):  # then Inductor keeps to these strides exactly
+        value = lambda n: n.meta["val"] if isinstance(n, fx.Node) else n
+        node.meta["eager_input_vals"] = fx.node.map_aggregate(((), dict(node.kwargs)), value)
+    return node
 
 
 def triton_grid(node: fx.Node) -> tuple[Any, ...] | None:

@@ -72,3 +72,41 @@ def test_two_calls_of_a_kernel_become_one_of_another() -> None:
     assert _compat_triton.triton_grid(both) == (7, 1, 1)
     (config,) = kernel_side_table.get_kernel(both.kwargs["kernel_idx"]).configs
     assert config.num_warps == 2
+
+
+def test_changed_calls_pass_through_inductors_decomposition() -> None:
+    """torch 2.11 walks a call's arguments beside what it remembers of them: both must keep one structure."""
+    triton = pytest.importorskip("triton")
+    import operator
+
+    from torch._inductor.fx_passes.post_grad import decompose_triton_kernel_wrapper_functional
+    from torch._inductor.virtualized import V
+    from torch._subclasses import FakeTensorMode
+
+    @triton.jit
+    def scale_rows(X, Y, N):
+        pass
+
+    @triton.jit
+    def scale_more(X, X2, Y, N):
+        pass
+
+    mode, graph = FakeTensorMode(), torch.fx.Graph()
+    x, z, y = (graph.placeholder(name) for name in "xzy")
+    for node in (x, z, y):
+        node.meta["val"] = mode.from_tensor(torch.empty(4))
+    call = _compat_triton.add_triton_call(graph, scale_rows, 2, (3, 1, 1), {"X": x, "Y": y, "N": 7}, ["Y"])
+    call.meta["val"] = {"Y": y.meta["val"]}
+    assert call.meta["eager_input_vals"][1]["kwargs"] == {"X": x.meta["val"], "Y": y.meta["val"], "N": 7}
+    read = graph.call_function(operator.getitem, (call, "Y"))
+    read.meta["val"] = y.meta["val"]
+    graph.output((read,))
+    _compat_triton.set_triton_argument(call, "X", z)
+    _compat_triton.replace_kernel(call, scale_more, 4, {"X": x, "X2": z})
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with mode, V.set_fake_mode(mode):
+        decompose_triton_kernel_wrapper_functional(gm.graph)
+    gm.graph.lint()
+    names = [getattr(n.target, "__name__", "") for n in gm.graph.nodes]
+    assert "triton_kernel_wrapper_mutation" in names
+    assert "triton_kernel_wrapper_functional" not in names
