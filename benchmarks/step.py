@@ -1,6 +1,6 @@
 """One training step of a model at its real width, side by side: eager, Inductor with and without mix-order, graphopt.
 
-    python benchmarks/step.py [--models wan-1.3b,flux-dev,...] [--systems eager,graphopt] [--profile] [--out FOLDER]
+    python benchmarks/step.py [--models wan-1.3b,flux-dev,...] [--systems eager,graphopt] [--profile graphopt]
     python benchmarks/step.py --warm ...                  compiles and runs one step of each, so that caches are filled
 
 Models and sizes are those of step_models.py.  Every system has a process of its own; they compile beside one another
@@ -252,7 +252,7 @@ def run(group: list[Measured], args: argparse.Namespace, ceilings: dict[str, flo
             row = {**what, **c.row}
             print({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
             save("step", [row], KEYS, ceilings, args.out)
-        for c in [c for c in mine if args.profile and c.alive]:
+        for c in [c for c in mine if c.system in args.profile.split(",") and c.alive]:
             c.ask("profile", (args.out or Path()) / f"step_{c.name}_b{c.size.batch}_{c.system}.txt")
             c.answer()
         for c in [c for c in mine if c.alive]:
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=6, help="processes that compile at once, each with its model "
                         "on the GPU; 1: Inductor tunes its kernels undisturbed")
     parser.add_argument("--warm", action="store_true", help="only fill the compilers' caches")
-    parser.add_argument("--profile", action="store_true", help="also write each kernel's time in one step")
+    parser.add_argument("--profile", default="", help="systems of which each kernel's time in one step is written too")
     parser.add_argument("--tiny", action="store_true", help="small widths and grids, to try the script")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)

@@ -95,8 +95,7 @@ def add_triton_call(
         "tma_descriptor_metadata": {}, "kwargs": arguments, "tensors_to_clone": written,
     })
     if all("val" in n.meta for n in node.all_input_nodes):  # then Inductor keeps to these strides exactly
-        value = lambda n: n.meta["val"] if isinstance(n, fx.Node) else n
-        node.meta["eager_input_vals"] = fx.node.map_aggregate(((), dict(node.kwargs)), value)
+        node.meta["eager_input_vals"] = fx.node.map_arg(((), dict(node.kwargs)), lambda n: n.meta["val"])
     return node
 
 
