@@ -147,7 +147,7 @@ def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(2, 8192, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     factors = [torch.randn(2, 1, D, device="cuda", requires_grad=True) for _ in range(2)]
     with caplog.at_level(logging.INFO, "graphopt"):
-        options = {"graphopt.select": "all", "graphopt.experimental": ["column_sums"]}
+        options = {"graphopt.select": "all"}
         out = torch.compile(f, backend="graphopt", options=options, dynamic=False)(x, *factors)
         cotangent = torch.randn_like(out)
         got = torch.autograd.grad(out, [first.bias, second.bias, first.weight], cotangent)
