@@ -85,6 +85,9 @@ class System:
             row["grad_gap"] = max(((grads[n].float() - g.float()).norm() / g.float().norm().clamp_min(1e-12)).item()
                                   for n, g in wanted.items())
         del grads
+        self.clear()
+        with torch.no_grad():
+            self.f(**self.kw)
         self.rest()
         if self.system.startswith("graphopt"):
             import graphopt
@@ -95,9 +98,7 @@ class System:
         return row
 
     def peak(self) -> dict[str, Any]:
-        """Memory of one step at its peak, and forwards compiled for no_grad."""
-        with torch.no_grad():
-            self.f(**self.kw)
+        """Memory of one step at its peak."""
         if self.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
