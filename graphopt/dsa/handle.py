@@ -44,8 +44,8 @@ class Handle:
     def param_groups(self, lr: float, head_lr: float | None = None, **rest: Any) -> list[dict[str, Any]]:
         """Two groups for an optimizer: the model's parameters at `lr`, the heads' at `head_lr` without weight decay.
 
-        head_lr: default lr / 10, which is careful.  Offsets start at zero and move by learning only: at such a rate they
-        had not moved after 1,000 steps of the adaptation run (docs/dsa.md), at ten times lr they had.
+        head_lr: default lr / 10, which is careful.  Offsets start at zero and move by learning only: at such a rate
+        they had not moved after 1,000 steps of the adaptation run (docs/dsa.md), at ten times lr they had.
         """
         heads = [p for p in self.parameters() if p.requires_grad]
         own = {id(p) for p in heads}
