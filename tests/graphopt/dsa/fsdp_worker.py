@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,13 @@ def wrapped(model: Any, way: str) -> Any:
 
 
 def main() -> None:
-    gpu = torch.cuda.is_available()
+    gpu = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if gpu else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution
     torch.manual_seed(1)
     latents = [tiny_video.latent(4, *grid).to(device) for grid in ((3, 4, 5), (3, 5, 4))]
     found: dict[str, dict[str, float]] = {}
