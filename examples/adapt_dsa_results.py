@@ -84,8 +84,8 @@ def plot(folder: Path) -> None:
             curves = [c[: min(map(len, curves))] for c in curves]  # a run may have been cut off
             steps = [p["step"] for p in curves[0]]
             values = torch.tensor([[p["error"][str(v)] for p in c] for c in curves])
-            line, = ax.plot(steps, values.mean(0), label=arm, lw=1.5)
-            ax.fill_between(steps, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color(), lw=0)
+            line, = ax.plot(steps, values.mean(0), label=arm, lw=1.5, ls="--" if arm.startswith("dsa-") else "-")
+            ax.fill_between(steps, values.amin(0), values.amax(0), alpha=0.15, color=line.get_color(), lw=0)
         ax.axhline(alone(seeds[0]["setup"]), color="grey", ls=":", lw=1, label="best from the frame alone (linear)")
         ax.set_title(f"{v} tokens per frame", fontsize=9)
         ax.set_xlabel("steps after conversion", fontsize=8)
