@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -53,8 +54,10 @@ class Job:
         for block in model.blocks if options is not None else ():
             block.compile(backend="graphopt", dynamic=True, options=options)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # FSDP2 casts a block's inputs (here the rotary angles) in the forward, and not when it is recomputed.
+        inner = replace(policy, cast_forward_inputs=False) if checkpoint else policy
         for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
+            fully_shard(block, mp_policy=inner)
         self.model, self.device, self.text_dim = fully_shard(model, mp_policy=policy), device, text_dim
         self.opt = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
 
