@@ -148,7 +148,7 @@ def test_dsa_trains_offset_heads_and_saves_them(data: Path, common, tmp_path: Pa
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_streamed_it_learns_the_same(data: Path, common, tmp_path: Path, compiler: str) -> None:
-    finished(tmp_path, *common, "--compiler", compiler, "--stream")
+    finished(tmp_path, *common, "--compiler", compiler, "--stream", seconds=600)
     assert close(losses(data.parent / "straight"), losses(tmp_path), 1e-5)
     index = json.loads((tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(weights(data.parent / "straight"))
