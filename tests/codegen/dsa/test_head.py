@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphopt.codegen.dsa import head
+from graphopt.codegen.dsa import head, head_launch
 
 
 def sample(grid, C, out, B=2, dtype=torch.float64, device="cpu"):
@@ -40,12 +40,24 @@ def test_gradcheck_and_opcheck() -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(("grid", "C", "out", "dtype"), [
-    ((3, 3, 3), 20, 6, torch.float16), ((1, 2, 5), 70, 3, torch.bfloat16), ((2, 2, 5), 8, 3, torch.float16)])
-def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
-    if out == 6:  # several tiles of a plane per program
-        monkeypatch.setattr(head, "BACKWARD", head.Walk((1, 2), (1, 2), 2))
-        monkeypatch.setattr(head, "FORWARD", head.Walk((1, 2), (2, 1), 1))
+@pytest.mark.parametrize(("engine", "grid", "C", "out", "dtype"), [
+    ("walks, several tiles", (2, 3, 3), 20, 6, torch.float16), ("walks", (1, 2, 5), 70, 3, torch.bfloat16),
+    ("walks", (2, 2, 5), 8, 3, torch.float16), ("tiles", (2, 2, 9), 16, 6, torch.float16),
+    ("tiles, two kernels", (2, 2, 9), 16, 6, torch.float16), ("tiles", (1, 3, 11), 48, 20, torch.float16),
+    ("tiles", (2, 3, 5), 16, 3, torch.bfloat16),
+    pytest.param("tiles", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
+    pytest.param("tiles", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("tiles, two kernels", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu)])
+def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
+    if engine == "walks, several tiles":
+        monkeypatch.setattr(head_launch, "BACKWARD", head_launch.Walk((1, 2), (1, 2), 2))
+        monkeypatch.setattr(head_launch, "FORWARD", head_launch.Walk((1, 2), (2, 1), 1))
+    monkeypatch.setattr(head_launch, "FUSED", "two" not in engine)
+    if engine.startswith("walks"):
+        monkeypatch.setattr(head_launch, "engine_of", lambda *_a: "walks")
+    else:
+        assert head_launch.engine_of(torch.empty(1, 1, C, dtype=dtype, device=device), out) == "tiles"
     x, *rest = sample(grid, C, out, dtype=dtype, device=device)
     wide = [t.double() for t in (x, *rest)]
     y, u = head.triton_forward(x, *rest, *grid)
@@ -63,6 +75,45 @@ def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
     for a, b, c in zip(got, want, again):
         assert error(a, b) < limit
         assert torch.equal(a, c)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("grid", "dtype"), [
+    ((2, 4, 14), torch.float16), ((2, 4, 14), torch.bfloat16), ((1, 33, 3), torch.float16),
+    pytest.param((3, 2, 97), torch.float16, marks=pytest.mark.gpu)])
+def test_convolutions_on_tensor_cores(grid, dtype, device) -> None:
+    """Every token of odd grids, and a weight gradient whose only roundings are the inputs'."""
+    x, weight, bias, *_ = sample(grid, 16, 3, B=1, dtype=dtype, device=device)
+    u, du = torch.full_like(x, float("nan")), torch.randn_like(x)
+    dx = torch.full_like(x, float("nan"))
+    head_launch.convolve(x, weight, bias, u, grid, "tiles")
+    leaves = [t.double().requires_grad_() for t in (x, weight)]
+    want = head._convolve(*leaves, bias.double(), *grid)
+    parts = head_launch.transposed(x, du, weight, dx, grid, "tiles")
+    dwant = torch.autograd.grad(want, leaves, du.double())
+    error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
+    rounding = 2e-3 if dtype == torch.bfloat16 else 3e-4
+    assert error(u, want) < rounding
+    assert error(dx, dwant[0]) < rounding
+    assert error(parts.sum(0).view_as(weight), dwant[1]) < 1e-6
+
+
+def test_the_cut_of_a_plane_follows_its_shape() -> None:
+    for H, W in ((45, 80), (30, 52), (1, 1), (2, 200), (200, 2)):
+        bw, across, programs = head_launch.blocks_across(H, W)
+        assert across * bw * 6 >= W
+        assert (programs // across) * (16 // bw) * 2 >= H
+        assert (across - 1) * bw * 6 < W
+    assert head_launch.blocks_across(45, 80)[::2] == (2, 21)  # 7 x 3 programs of 8 x 2 blocks
+
+
+def test_values_spread_over_threads_are_noticed() -> None:
+    plain = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]}>"
+    text = '#blocked = {}\n %1:4 = tt.elementwise_inline_asm "mma.sync.aligned" %2 : tensor<256xi32, #blocked> -> x\n'
+    assert head_launch.one_per_thread(text.format(plain))
+    assert not head_launch.one_per_thread(text.format(plain.replace("[1]", "[2]")))
+    assert not head_launch.one_per_thread(text.format("#ttg.linear<{register = []}>"))
+    assert not head_launch.one_per_thread("no matrix step at all")
 
 
 @pytest.mark.kernel
