@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _results
 import _timing
 
-from graphopt.codegen.dsa import head, head_launch
+from graphopt.codegen.dsa import head, head_launch, head_tiles
 from graphopt.codegen.dsa.head_launch import Product, Walk
 
 WHOLE = 1 << 20
@@ -30,15 +30,15 @@ TILE_SLOPES = [33, 66, 99, 198]  # programs over the rows
 Case = tuple[str, str, Callable[[], object]]
 
 
-def cut(name: str, value: object, launch: Callable[[], object]) -> Callable[[], object]:
-    """The launch with one of head_launch's settings replaced."""
+def cut(name: str, value: object, launch: Callable[[], object], module: object = head_launch) -> Callable[[], object]:
+    """The launch with one setting of a module replaced."""
     def run() -> object:
-        before = getattr(head_launch, name)
-        setattr(head_launch, name, value)
+        before = getattr(module, name)
+        setattr(module, name, value)
         try:
             return launch()
         finally:
-            setattr(head_launch, name, before)
+            setattr(module, name, before)
     return run
 
 
@@ -52,10 +52,14 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
     y = torch.empty_like(dy)
     rest, L = (weight, bias, matrix, last), head_launch
     low = {engine: L.narrow(dy, x.dtype, engine) for engine in ("tiles", "walks")}
-    yield "tiles", "convolution", lambda: L.convolve(x, weight, bias, u, grid, "tiles")
+    convolution = lambda: L.convolve(x, weight, bias, u, grid, "tiles")
+    yield "tiles", "convolution", convolution
     fused = lambda: L.transposed(x, du, weight, dx, grid, "tiles")
     yield "tiles", "backward, fused", fused
     yield "tiles", "backward, two kernels", cut("FUSED", False, fused)
+    for warps in (4, 16):
+        yield "tiles", f"convolution, {warps} warps", cut("WORDS", warps, convolution, head_tiles)
+    yield "tiles", "backward, fused, 4 warps", cut("WORDS", 4, fused, head_tiles)
     yield "tiles", "linear", lambda: L.linear(u, matrix, last, y, "tiles")
     for n in TILE_SLOPES:
         slope = lambda: L.slope(u, low["tiles"][0], matrix, du, "tiles")
