@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import subprocess
@@ -47,18 +48,28 @@ def triton_version() -> str | None:
 
 
 def save(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilings: dict[str, float],
-         folder: Path | None = None) -> Path:
-    """Merge rows into <folder>/<name>.json (results/<machine>/ by default).  `keys` identify a row."""
-    folder = folder or results_folder() / machine()
+         folder: Path | None = None, where: str | None = None) -> Path:
+    """Merge rows into <folder>/<name>.json (results/<where>/ by default, where: this machine).  `keys` identify a row.
+
+    Several processes may save into one file.
+    """
+    where = where or machine()
+    folder = folder or results_folder() / where
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
+    with open(folder / f".{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _merge(folder / f"{name}.json", rows, keys, ceilings, where)
+
+
+def _merge(path: Path, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilings: dict[str, float],
+           where: str) -> Path:
     old = json.loads(path.read_text()) if path.exists() else {"rows": [], "ceilings": {}}
     now = commit()
     rows = [{**r, "commit": now} for r in rows]
     identity = lambda r: json.dumps([r.get(k) for k in keys])
     fresh = {identity(r) for r in rows}
     result = {
-        "name": name, "machine": machine(), "commit": now, "torch": torch.__version__, "triton": triton_version(),
+        "name": path.stem, "machine": where, "commit": now, "torch": torch.__version__, "triton": triton_version(),
         "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(), "ceilings": {**old["ceilings"], **ceilings},
         "rows": [r for r in old["rows"] if identity(r) not in fresh] + rows,

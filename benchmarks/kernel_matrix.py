@@ -2,6 +2,7 @@
 
     python benchmarks/kernel_matrix.py [--workers 8] [--seconds 600] [--state FILE] [--out FOLDER]
     TRITON_INTERPRET=1 python benchmarks/kernel_matrix.py --workers 1
+    python benchmarks/kernel_matrix.py --check --state benchmarks/results/h200/kernel_matrix_cells.jsonl    (no GPU)
 
 A GPU runs the full cross with five seeds, every case twice (the second must give the same bits).  The interpreter
 takes 5 to 130 ms for a row, so it runs a covering design with one seed (more where D is small): every pair out of
@@ -11,19 +12,26 @@ rows, and each of them, and every batch size, meets 4,095 rows at least once.
 
 A row: fusion, dtypes; cells and the widths missing, runs (compared cases), those measured again, failed, and the
 tensor that came nearest to its limit: `worst` is its error divided by the limit (1 is the limit), `worst_at` says
-where. Cells already in the state file are not run again; exit code 1 if a case failed or a cell is missing.
+where.
+
+A cell of the state file counts as long as today's code would hand the same to the GPU: `launches` is a digest of every
+kernel source, grid, argument, memory layout and tensor op of its cases (_launches.py), made without a GPU. A cell whose
+digest changed, or that failed, is run again. `--check` runs nothing and lists such cells. Exit code 1 if a case failed
+or a cell is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import multiprocessing
 import os
 import queue
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,12 +41,13 @@ sys.path[:0] = [str(ROOT / "tests" / "codegen"), str(ROOT / "tests"), str(ROOT /
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA before workers fork
 
+import _launches  # noqa: E402
 import accuracy  # noqa: E402
 import conftest  # noqa: E402, F401  (mends the interpreter's rounding)
 import torch  # noqa: E402
 from _results import commit, save, triton_version  # noqa: E402
 from accuracy import DTYPES, poisoned  # noqa: E402
-from operator_forms import plain  # noqa: E402
+from operator_forms import attributes, operands, plain, sized  # noqa: E402
 
 from graphopt.codegen.form import FUSIONS  # noqa: E402
 
@@ -50,8 +59,8 @@ MADE = dict(commit=commit(), torch=torch.__version__, triton=triton_version())
 # a relative error over fewer elements than this scatters (a row of 3 with a small variance outweighs all others): where
 # it is outside, it is measured again with more seeds, and that counts
 FEW, MANY_SEEDS = 2000, 64
-# GPU memory of one case in bytes per element of x: fp64 eager with its autograd, eager, ours
-BYTES = 260
+# GPU memory of one case in bytes per element of x: eager and ours; of one sample, fp64 eager with its autograd
+BYTES, BYTES_FP64 = 130, 130
 Cell = tuple[str, int, str, bool]  # fusion, width, dtypes; True: the 4,095 rows of the covering design, apart
 Case = tuple[int, int, float]
 
@@ -112,6 +121,22 @@ def errors(cell: Cell, case: Case, device: str, seeds: int) -> list[accuracy.Mea
     return accuracy.measure(form, trials, DTYPES[dtypes][0], twice=device == "cuda")
 
 
+def launched(cell: Cell, full: bool) -> str:
+    """Digest of everything the cases of a cell hand to the device."""
+    fusion, D, dtypes, _ = cell
+    place = _launches.INTERPRETER
+    if full:
+        place = _launches.this_gpu() if torch.cuda.is_available() else _launches.H200
+    digest = hashlib.sha256()
+    for B, S, mean in cases(cell, full):
+        dtype, factors = DTYPES[dtypes]
+        form = sized(plain(fusion), (B, S, D))
+        t = accuracy.moved(operands(form, dtype, factors, (B, S, D), "meta"), "meta", mean)
+        lines = _launches.launches(fusion, t, attributes(form, dtype), place)
+        digest.update("\n".join([f"{B} {S} {mean}", *lines, ""]).encode())
+    return digest.hexdigest()[:16]
+
+
 def run_cell(cell: Cell, device: str, memory: Memory) -> dict[str, Any]:
     """One cell: how many cases ran, which failed, and the tensor nearest to its limit."""
     fusion, D, dtypes, long = cell
@@ -119,8 +144,8 @@ def run_cell(cell: Cell, device: str, memory: Memory) -> dict[str, Any]:
     start = time.perf_counter()
     row: dict[str, Any] = dict(fusion=fusion, D=D, dtypes=dtypes, long=long, runs=0, failed=[], worst=0.0, worst_at="")
     for B, S, mean in cases(cell, full=gpu):
-        large = gpu and B * S * D > 4e6
-        taken = memory.take(B * S * D * BYTES) if large else 0
+        large = gpu and B * S * D > accuracy.LARGE
+        taken = memory.take(S * D * (B * BYTES + BYTES_FP64)) if large else 0
         where = f"D={D} B={B} S={S}" + (f" mean={mean:g}" if mean else "")
         try:
             with poisoned():
@@ -147,17 +172,25 @@ def run_cell(cell: Cell, device: str, memory: Memory) -> dict[str, Any]:
     return row | dict(seconds=round(time.perf_counter() - start, 2), **MADE)
 
 
-def work(device: str, wanted: list[Cell], place: Any, end: float, memory: Memory, results: Any) -> None:
-    """A worker: takes the next cell until none is left or the time is up."""
+def work(device: str, wanted: list[Cell], known: dict[Cell, dict[str, Any]], place: Any, end: float, memory: Memory,
+         results: Any) -> None:
+    """A worker: takes the next cell until none is left; runs it if it is not known as it is today and there is time."""
     torch.set_num_threads(1)
     if device == "cpu":  # torch 2.11 wraps no interpreted kernel; outside a graph there is nothing to wrap
         torch.library.wrap_triton = lambda kernel: kernel
-    while time.time() < end:
+    while True:
         with place.get_lock():
             i, place.value = place.value, place.value + 1
         if i >= len(wanted):
             break
-        row = run_cell(wanted[i], device, memory)
+        cell = wanted[i]
+        digest, row = launched(cell, device == "cuda"), known.get(cell)
+        if row is not None and row.get("launches") == digest and not row["failed"]:
+            results.put(row)
+            continue
+        if time.time() >= end:
+            continue
+        row = run_cell(cell, device, memory) | {"launches": digest}
         results.put(row)
         if row.pop("broken", False):  # this process's CUDA context is lost
             break
@@ -208,9 +241,28 @@ def summary(rows: list[dict[str, Any]], full: bool) -> list[dict[str, Any]]:
                 again=sum(r.get("again", 0) for r in mine), failed=[f for r in mine for f in r["failed"]],
                 worst=worst["worst"], worst_at=worst["worst_at"],
                 made={k: sorted({r[k] for r in mine if r.get(k)}) for k in MADE},
+                launches=hashlib.sha256(" ".join(sorted(r["launches"] for r in mine)).encode()).hexdigest()[:16],
                 seconds=round(sum(r["seconds"] for r in mine), 1),
             ))
     return out
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a state file; a last line cut short by a kill is passed over."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            print(f"{path}: half a line is passed over: {line[:80]}", flush=True)
+    return rows
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One row per cell, in the order of the matrix."""
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(r) + "\n" for r in sorted(rows, key=lambda r: (*place(key(r)), key(r)[3]))))
+    os.replace(part, path)
 
 
 def main() -> None:
@@ -218,39 +270,58 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this long")
     parser.add_argument("--only", default="", help="cells whose `fusion D dtypes` contains this")
+    parser.add_argument("--widths", default="", help="run these widths first, in turns: 20000,64,...")
     parser.add_argument("--narrow-first", action="store_true", help="the shortest cells first")
+    parser.add_argument("--check", action="store_true", help="run nothing: which cells are missing or of older kernels")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "kernel_matrix.jsonl")
     parser.add_argument("--memory", type=float, default=60.0, help="GiB of GPU memory for all workers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-    args.state.parent.mkdir(parents=True, exist_ok=True)
-    lines = args.state.read_text().splitlines() if args.state.exists() else []
-    rows = [json.loads(line) for line in lines]
-    have = {key(r) for r in rows}
     full = device == "cuda"
-    wanted = [c for c in cells(full) if c not in have and args.only in " ".join(map(str, c))]
+    known = {key(row): row for row in read(args.state)}
+    wanted = [c for c in cells(full) if args.only in " ".join(map(str, c))]
     if args.narrow_first:
         wanted = sorted(reversed(wanted), key=lambda c: c[3])
-    print(f"{len(have)} cells known, {len(wanted)} to run on {device}", flush=True)
-    end, memory = time.time() + args.seconds, Memory(int(args.memory * 2**30))
+    if args.widths:
+        order: dict[Cell, tuple[bool, int]] = {}
+        first, turn = list(map(int, args.widths.split(","))), Counter[int]()
+        for c in wanted:
+            turn[c[1]] += 1
+            order[c] = (c[1] not in first, turn[c[1]])
+        wanted.sort(key=order.__getitem__)
+    print(f"{len(wanted)} cells, {sum(c in known for c in wanted)} of them known, on {device}", flush=True)
+    end = 0.0 if args.check else time.time() + args.seconds
+    memory = Memory(int(args.memory * 2**30))
     start = multiprocessing.get_context("fork")  # CUDA is not touched before: workers need not import again
     place, results = start.Value("i", 0), start.Queue()
-    new = lambda: start.Process(target=work, args=(device, wanted, place, end, memory, results), daemon=True)
+    new = lambda: start.Process(target=work, args=(device, wanted, known, place, end, memory, results), daemon=True)
     workers = [new() for _ in range(min(args.workers, len(wanted)))]
     for w in workers:
         w.start()
-    since = time.time()
+    since, current = time.time(), {}
+    args.state.parent.mkdir(parents=True, exist_ok=True)
     with args.state.open("a") as state:
         for row in collect(results, workers, new):
-            rows.append(row)
-            state.write(json.dumps(row) + "\n")
-            state.flush()
+            current[key(row)] = row
+            if row != known.get(key(row)):
+                state.write(json.dumps(row) + "\n")
+                state.flush()
             if row["failed"]:
                 print("FAILED", row["fusion"], row["D"], row["dtypes"], row["failed"][:3], flush=True)
-            if len(rows) % 20 == 0:
-                print(f"{len(rows)} cells, {time.time() - since:.0f} s", flush=True)
-    table = summary(rows, full)
+            if len(current) % 20 == 0:
+                print(f"{len(current)} cells, {time.time() - since:.0f} s", flush=True)
+    left = [c for c in wanted if c not in current]
+    if args.check:
+        for c in left:
+            print("of older kernels:" if c in known else "missing:", *c[:3], *["4,095 rows"] * c[3])
+        print(f"{len(current)} cells are of the current kernels, {len(left)} are not")
+        sys.exit(bool(left))
+    rest = [c for c in cells(full) if c not in wanted and c in known]  # of other widths: as they were
+    write(args.state, [*current.values(), *(known[c] for c in [*left, *rest] if c in known)])
+    if args.only:
+        current |= {c: known[c] for c in rest if known[c].get("launches") == launched(c, full)}
+    table = summary(list(current.values()), full)
     name = "kernel_matrix" if device == "cuda" else "kernel_matrix_interpreter"
     save(name, table, ("fusion", "dtypes"), {}, args.out)
     failed = sum(len(r["failed"]) for r in table)

@@ -1,14 +1,16 @@
 """A training step of a Wan-shaped model: how far every gradient is from fp32 eager, and what lives at the peak.
 
-    python benchmarks/peak.py [--layers 4] [--grid 1x21x30x52] [--systems ...] [--seeds 3] [--out FOLDER]
+    python benchmarks/peak.py [--layers 4] [--grid 1x21x30x52] [--systems ...] [--seeds 3] [--warm] [--out FOLDER]
 
 Rows of peak.json, one per system: peak_gib of a step; `mean` and `worst`, the contract of a whole model
 (tests/models/contract.py): our error to fp32 eager in units of bf16 eager's, geometric mean over tensors and the
-largest; `alive`, the tensors at the peak by what wrote them: [MiB, how many, shape and dtype, kernel].  The history of
-the allocator is replayed to find them; what was allocated before the step is `before_mib`.
+largest; `repeatable`: two steps give the same bits (`eager_repeatable`: eager's do); `alive`, the tensors at the peak
+by what wrote them: [MiB, how many, shape and dtype, kernel].  The history of the allocator is replayed to find them;
+what was allocated before the step is `before_mib`.
 
 Systems: eager, inductor (mix-order reduction off, where it is wrong), graphopt, graphopt_all (select="all"); to
 compare, graphopt_own (results in memory of their own, not over dying gradients) and graphopt_half (half the programs).
+`--warm` only compiles, for the caches: one such process for each system, side by side, saves most of the time.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import gc
 import linecache
 import re
 import sys
+import time
+import traceback
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -67,6 +71,11 @@ def gradients(f: Any, model: torch.nn.Module, kw: dict, cotangent: torch.Tensor)
     return found
 
 
+def equal(one: contract.Result, two: contract.Result) -> bool:
+    """The same bits."""
+    return all(torch.equal(one[n], two[n]) for n in one)
+
+
 def label(frames: list[dict[str, Any]]) -> tuple[str, str]:
     """(shape and dtype, what writes it) of an allocation, read from the wrapper that Inductor wrote."""
     for frame in frames:
@@ -86,15 +95,28 @@ def label(frames: list[dict[str, Any]]) -> tuple[str, str]:
     return "", f"{where['name']}: {text.split('(')[0][:90]}"
 
 
-def alive_at_peak(f: Any, kw: dict) -> tuple[float, float, list[list[Any]]]:
-    """(peak GiB, MiB allocated before the step, groups of tensors alive at the peak)."""
+def peak_of(f: Any, model: torch.nn.Module, kw: dict) -> tuple[float, float]:
+    """(peak GiB of a step, MiB allocated before it)."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    step(f, kw)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30, before / 2**20
+
+
+def alive_at_peak(f: Any, model: torch.nn.Module, kw: dict) -> list[list[Any]]:
+    """Groups of tensors alive at the peak of a step."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
     step(f, kw)
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
     trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     torch.cuda.memory._record_memory_history(enabled=None)
     live: dict[int, dict[str, Any]] = {}
@@ -111,7 +133,7 @@ def alive_at_peak(f: Any, kw: dict) -> tuple[float, float, list[list[Any]]]:
     for event in best.values():
         groups[label(event["frames"])].append(event["size"])
     table = [[round(sum(s) / 2**20, 2), len(s), *k] for k, s in groups.items()]
-    return peak / 2**30, before / 2**20, sorted(table, reverse=True)
+    return sorted(table, reverse=True)
 
 
 def main() -> None:
@@ -120,8 +142,11 @@ def main() -> None:
     parser.add_argument("--grid", default="1x21x30x52")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--warm", action="store_true", help="compile and stop")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    start = time.perf_counter()
+    say = lambda *words: print(f"[{time.perf_counter() - start:.0f} s]", *words, flush=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     CONFIGS[MODEL]["num_layers"] = args.layers
     model = build(MODEL)
@@ -133,12 +158,13 @@ def main() -> None:
         try:
             f = compiled(model, system)
             step(f, inputs(MODEL, size))  # compiles
+            torch.cuda.synchronize()
+            say(system, "compiled")
+            if args.warm:
+                continue
             systems[system] = f
-            model.zero_grad(set_to_none=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            peak, before, alive = alive_at_peak(f, inputs(MODEL, size))
-            row |= dict(peak_gib=round(peak, 4), before_mib=round(before, 1), alive=alive[:60])
+            peak, before = peak_of(f, model, inputs(MODEL, size))
+            row |= dict(peak_gib=round(peak, 4), before_mib=round(before, 1))
             if system.startswith("graphopt"):
                 import graphopt
 
@@ -146,12 +172,13 @@ def main() -> None:
                 row |= {f"{k}_{w}": report.count(k, w) for k in ("modulate", "gate") for w in ("matched", "rewritten")}
         except Exception as error:
             row |= dict(error=f"{type(error).__name__}: {str(error)[:500]}")
+            traceback.print_exc()
         rows[system] = row
-        print({k: v for k, v in row.items() if k != "alive"}, flush=True)
-        for line in row.get("alive", [])[:12]:
-            print("   ", *line, flush=True)
+        say(row)
         save("peak", [row], key, {}, args.out)
         model.zero_grad(set_to_none=True)
+    if not systems:
+        return
     wide = copy.deepcopy(model).float()
     verdicts = {system: contract.Verdict() for system in systems}
     for seed in range(args.seeds):
@@ -161,17 +188,27 @@ def main() -> None:
         cotangent = torch.randn_like(kw["hidden_states"])
         high = {k: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in kw.items()}
         true = gradients(wide, wide, high, cotangent)
-        eager = contract.errors(gradients(model, model, kw, cotangent), true)
+        plain = gradients(model, model, kw, cotangent)
+        eager, same = contract.errors(plain, true), equal(plain, gradients(model, model, kw, cotangent))
+        del plain
         for system, f in systems.items():
             first = gradients(f, model, kw, cotangent)
-            again = gradients(f, model, kw, cotangent)
-            rows[system]["repeatable"] = all(torch.equal(first[n], again[n]) for n in first)
+            for name, twice in (("repeatable", equal(first, gradients(f, model, kw, cotangent))),
+                                ("eager_repeatable", same)):
+                rows[system][name] = rows[system].get(name, True) and twice
             verdict = verdicts[system]
             verdict.add(contract.errors(first, true), eager)
             rows[system] |= dict(tensors=len(verdict.ratios), batches=verdict.batches, mean=round(verdict.mean, 4),
                                  worst=round(verdict.worst[1], 4), worst_tensor=verdict.worst[0], holds=verdict.holds)
-            print(seed, system, verdict, rows[system]["repeatable"], flush=True)
+            say(seed, system, verdict, rows[system]["repeatable"])
             save("peak", [rows[system]], key, {}, args.out)
+    del wide
+    for system, f in systems.items():
+        rows[system]["alive"] = alive_at_peak(f, model, inputs(MODEL, size))[:60]
+        say(system, "alive at the peak:")
+        for line in rows[system]["alive"][:12]:
+            print("   ", *line, flush=True)
+        save("peak", [rows[system]], key, {}, args.out)
 
 
 if __name__ == "__main__":

@@ -147,10 +147,14 @@ def peak(results: Results) -> Section | None:
     found = list(results.rows("peak"))
     if not found:
         return None
-    lines = [[r["model"], r["grid"], str(r["layers"]), r["system"], f"{r['peak_gib']:.2f}"] for _, r in
-             sorted(found, key=lambda fr: (fr[1]["model"], fr[1]["layers"], fr[1]["system"]))]
-    text = ("GiB at the peak of a training step; the file lists what lives there, by the kernel that wrote it. Rows "
-            "may be newer than those above.\n\n" + table(["model", "grid", "layers", "system", "peak, GiB"], lines))
+    lines = [[r["model"], r["grid"], str(r["layers"]), r["system"], number(r.get("peak_gib"), 4),
+              *(number(r.get(k), 3) for k in ("tensors", "mean", "worst")),
+              {True: "bit-equal", False: "differ", None: "-"}[r.get("repeatable")]]
+             for _, r in sorted(found, key=lambda fr: (fr[1]["model"], fr[1]["layers"], fr[1]["system"]))]
+    text = ("GiB at the peak of a training step; the file lists what lives there, by the kernel that wrote it. Then "
+            "the output and every gradient against fp32 eager, in units of bf16 eager's error: geometric mean over "
+            "tensors (contract: at most 1.05) and the largest (2). Rows may be newer than those above.\n\n"
+            + table(["model", "grid", "layers", "system", "peak, GiB", "tensors", "mean", "worst", "two runs"], lines))
     return Section("Memory at the peak", sorted({f for f, _ in found}), text)
 
 
@@ -214,6 +218,84 @@ def schedule(results: Results) -> Section | None:
                    ("schedule", lambda p: plots.schedule([r for _, r in found], p)))
 
 
+def kernels(results: Results) -> Section | None:
+    """Every kernel against fp64, by machine and width of the cross, and what compute-sanitizer found."""
+    lines, files = [], set()
+    for name, where in (("kernel_matrix", "GPU, five seeds"), ("kernel_matrix_interpreter", "Triton's interpreter")):
+        machines: dict[str, list[Row]] = {}
+        for file, row in results.rows(name):
+            machines.setdefault(file, []).append(row)
+        for file, rows in machines.items():
+            files.add(file)
+            worst = max(rows, key=lambda r: r["worst"])
+            place = worst["worst_at"].split(" gradient")[0].split(" output")[0]
+            lines.append([where, rows[0]["design"], f"{sum(r['cells'] for r in rows):,}",
+                          str(sum(len(r["missing"]) for r in rows)), f"{sum(r['runs'] for r in rows):,}",
+                          str(sum(len(r["failed"]) for r in rows)), f"{worst['worst']:.2f}",
+                          f"{worst['fusion']} {worst['dtypes']} {place}"])
+    if not lines:
+        return None
+    text = ("Eleven fusions, eleven widths from 1 to 20,000, five pairs of dtypes (a cell), each with batches 1 to 3 "
+            "of 0 to 4,095 rows and means of 1e3 (a case): every output and gradient against fp64 eager. `worst` is "
+            "the largest error in units of its limit, 1.25 x eager's error or 1e-5 in fp32.\n\n"
+            + table(["where", "design", "cells", "missing", "cases", "failed", "worst", "at"], lines))
+    checks = list(results.rows("sanitize"))
+    if checks:
+        files |= {f for f, _ in checks}
+        text += "\n\n" + table(["compute-sanitizer", "calls", "kernels", "errors"], [
+            [r["tool"], str(r["calls"]), str(r["kernels"]), "-" if r["errors"] is None else str(r["errors"])]
+            for _, r in checks])
+    return Section("Kernels against fp64", sorted(files), text)
+
+
+def several(results: Results) -> Section | None:
+    """Plans in a training loop on several GPUs: gains, gradients, memory, a rank that dies."""
+    steps = [(f, r) for f, r in results.rows("schedule", check="step", mode="measured") if r.get("tokens_per_s")]
+    more = {c: list(results.rows("schedule", check=c)) for c in ("grads", "memory", "drill")}
+    files = sorted({f for f, _ in [*steps, *(x for found in more.values() for x in found)]})
+    if not files:
+        return None
+    per_cent = lambda value, digits=3: "-" if value is None else number(100 * value, digits)
+    span = lambda x: "-" if not x else f"{per_cent(x[0])} to {per_cent(x[1])}"
+    order = lambda x: [str(x[1][k]) for k in ("data", "system", "ranks", "tau", "policy")]
+    parts = ["Step times on the device; steps of the policies take turns. Gain: tokens/s over equal_token (a random "
+             "bucket per rank), with the 95 % interval over the steps; without waiting: what the simulator gives a "
+             "plan in which no rank waits, over the same steps."]
+    lines = [[r["data"] + (", recomputed" if r.get("checkpoint") else ""), r["system"], str(r["ranks"]),
+              str(r["tau"]), r["policy"], str(r["steps"]), number(r["tokens_per_s"], 4),
+              number(r.get("tokens_per_step"), 4), per_cent(r.get("gain_over_equal_token")),
+              span(r.get("gain_interval")), per_cent(r.get("zero_bubble_gain_steps")),
+              per_cent(r.get("share_of_zero_bubble_gain")),
+              per_cent(r["limit_fraction"]), per_cent(r["bubble"], 2), per_cent(r.get("mape"), 2),
+              per_cent(r.get("step_cv"), 2), per_cent(r.get("load_cv"), 2), str(r.get("oom", "-")),
+              str(r.get("graphs", "-"))]
+             for _, r in sorted(steps, key=order)]
+    if lines:
+        parts.append(table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step",
+                            "gain, %", "interval", "without waiting, %", "share of it, %", "busy / wall, %",
+                            "waiting, %", "error of prediction, %", "CV of steps, %", "CV of loads, %", "out of memory",
+                            "graphs"], lines))
+    if more["grads"]:
+        parts += ["Gradients of ranks that run unequal counts of microbatches, against one process: largest relative "
+                  "error over parameters and steps.",
+                  table(["wrapper, precision", "counts", "ranks", "compiled by", "error", "parameter"],
+                        [[r["mode"], r["data"], str(r["ranks"]), r.get("system") or "-", f"{r['error']:.1e}",
+                          r.get("parameter") or "-"] for _, r in more["grads"]])]
+    if more["memory"]:
+        parts += ["Peak memory of a step of three microbatches under FSDP2: parameters kept over the step, or gathered "
+                  "for each microbatch.",
+                  table(["", "layers", "ranks", "peak, GiB"],
+                        [[f"{r['mode']}, {r['data']}", str(r["layers"]), str(r["ranks"]), number(r["peak_gib"], 3)]
+                         for _, r in more["memory"]])]
+    if more["drill"]:
+        parts += ["One rank dies in the middle of a step.",
+                  table(["started by", "over", "until all had stopped, s", "resumed: same rows, same weights"],
+                        [[r["mode"], r["system"], number(r["seconds_to_stop"], 2),
+                          f"{r['same_rows']}, {r['same_weights']}".replace("True", "yes").replace("False", "no")]
+                         for _, r in more["drill"]])]
+    return Section("Plans on several GPUs", files, "\n\n".join(parts))
+
+
 def zoo(results: Results) -> Section | None:
     """What is matched in real models, and how exact the rewritten training is."""
     counted, matrix = list(results.rows("zoo_count")), list(results.rows("zoo_matrix"))
@@ -233,7 +315,7 @@ def zoo(results: Results) -> Section | None:
     return Section("Thirty-one real models", sorted({f for f, _ in counted + matrix}), table(["", ""], lines))
 
 
-SECTIONS = (adaln, bias_gradient, step, peak, dsa, stream, schedule, zoo)
+SECTIONS = (adaln, bias_gradient, step, peak, dsa, stream, schedule, several, kernels, zoo)
 
 
 def source(results: Results, file: str) -> str:

@@ -7,9 +7,7 @@ Writes benchmarks/results/<machine>/schedule.json; rows that were measured again
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -22,9 +20,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+import _results  # noqa: E402
 import schedule_data as data  # noqa: E402
 
-from graphopt.schedule.costmodel import CostFit, write_json  # noqa: E402
+from graphopt.schedule.costmodel import CostFit  # noqa: E402
 from graphopt.schedule.planner import plan_batches  # noqa: E402
 from graphopt.schedule.simulate import simulate  # noqa: E402
 
@@ -32,43 +31,9 @@ NOISE = 0.03
 KEYS = ("check", "data", "ranks", "policy", "tau", "mode", "rows", "model", "size", "gpu", "B", "S", "system", "fsdp")
 
 
-def commit() -> str:
-    if os.environ.get("GRAPHOPT_COMMIT"):
-        return os.environ["GRAPHOPT_COMMIT"]
-    return (
-        subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        or "unknown"
-    )
-
-
 def save(rows: list[dict], machine: str, ceilings: dict | None = None, folder: Path | None = None) -> Path:
     """Merge rows into the machine's result file."""
-    import torch
-
-    path = (folder or ROOT / "benchmarks" / "results" / machine) / "schedule.json"
-    old = json.loads(path.read_text()) if path.exists() else {"rows": [], "ceilings": {}}
-    for row in rows:
-        row["commit"] = commit()
-
-    def key(row: dict) -> str:
-        return json.dumps([row.get(k) for k in KEYS], sort_keys=True)
-
-    new = {key(r) for r in rows}
-    write_json(
-        path,
-        {
-            "name": "schedule",
-            "machine": machine,
-            "commit": commit(),
-            "torch": torch.__version__,
-            "triton": None,
-            "command": "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
-            "date": datetime.date.today().isoformat(),
-            "ceilings": {**old["ceilings"], **(ceilings or {})},
-            "rows": [r for r in old["rows"] if key(r) not in new] + rows,
-        },
-    )
-    return path
+    return _results.save("schedule", rows, KEYS, ceilings or {}, folder, machine)
 
 
 def row(result, name: str, tau: float | None, mode: str, **more: object) -> dict:

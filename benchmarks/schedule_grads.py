@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import torch.fx.experimental._config
 
 ROOT = Path(__file__).resolve().parent.parent
+BEGIN = time.perf_counter()
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import _results  # noqa: E402
@@ -100,9 +102,15 @@ def gradients(device: torch.device, o: argparse.Namespace) -> list[dict]:
                 rows.append({"check": "grads", "data": f"{a} and {b} microbatches", "ranks": len(counts),
                              "mode": f"{wrap} {precision}", "system": o.system, "error": worst, "parameter": where,
                              "simulated": False})  # fmt: skip
-                if dist.get_rank() == 0:
-                    print(rows[-1], flush=True)
+                keep(rows[-1], o)
     return rows
+
+
+def keep(row: dict, o: argparse.Namespace) -> None:
+    """Print and save a row as soon as it is there: a run that is cut off keeps what it had."""
+    if dist.get_rank() == 0:
+        schedule.save([row], o.machine, folder=o.out)
+        print(f"[{time.perf_counter() - BEGIN:.0f} s]", row, flush=True)
 
 
 def wrapped(model: torch.nn.Module, wrap: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -163,8 +171,7 @@ def memory(device: torch.device, o: argparse.Namespace) -> list[dict]:
         rows.append({"check": "memory", "data": f"{s.S} tokens, K = 3", "ranks": ranks, "mode": f"sync {sync}",
                      "layers": o.layers, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
                      "simulated": False})  # fmt: skip
-        if dist.get_rank() == 0:
-            print(rows[-1], flush=True)
+        keep(rows[-1], o)
         del model, opt
     return rows
 
@@ -197,11 +204,9 @@ def main() -> None:
     rows = gradients(device, o) if "grads" in o.checks else []
     worst = max((r["error"] for r in rows if r["mode"].endswith("fp32")), default=0.0)
     if first and rows:
-        print(schedule.save(rows, o.machine, folder=o.out), f"worst fp32 error {worst:.2e}", flush=True)
+        print(f"worst fp32 error {worst:.2e}", flush=True)
     if device.type == "cuda" and "memory" in o.checks:
-        more = memory(device, o)
-        if first:
-            print(schedule.save(more, o.machine, folder=o.out), flush=True)
+        memory(device, o)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

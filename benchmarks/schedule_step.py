@@ -12,7 +12,8 @@ The plan of each policy is also simulated, here and for `--plan-ranks`.
 
 `gain_over_equal_token` is of tokens/s; a few steps of two policies hold other samples, so `gain_same_work` compares the
 busy shares instead (work done per second).  `zero_bubble_gain` is what the simulator, with the fit and without noise,
-gives a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.
+gives a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.  Steps of the
+policies take turns; `share_of_zero_bubble_gain` is the measured gain over the simulated one, with its 95 % interval.
 
 Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--compile-only` fills Inductor's caches.
 """
@@ -20,6 +21,8 @@ Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--c
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import logging
 import os
@@ -38,17 +41,18 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import _results  # noqa: E402
 import schedule_data as data  # noqa: E402
+from schedule_gains import gains, rates, row_of, seconds_of_shapes  # noqa: E402
 from schedule_job import CAPTION, SYSTEMS, Job, every_rank  # noqa: E402
 from schedule_shape import start  # noqa: E402
 
 import graphopt  # noqa: E402
 import schedule  # noqa: E402
-from graphopt.schedule.bench import Shape  # noqa: E402
+from graphopt.schedule.bench import Runs, Shape  # noqa: E402
 from graphopt.schedule.costmodel import CostFit, write_json  # noqa: E402
 from graphopt.schedule.dataset import Samples  # noqa: E402
 from graphopt.schedule.plan import Plan  # noqa: E402
 from graphopt.schedule.planner import plan_batches  # noqa: E402
-from graphopt.schedule.simulate import cv, simulate  # noqa: E402
+from graphopt.schedule.simulate import simulate  # noqa: E402
 
 ROWS = 16_000
 
@@ -84,6 +88,15 @@ def grids_of(samples: Samples, count: int) -> list[tuple[int, int, int]]:
     return [tuple(int(c[i]) for c in (samples.shapes.t, samples.shapes.h, samples.shapes.w)) for i in picked]
 
 
+def costly(samples: Samples, count: int) -> list[tuple[int, int, int]]:
+    """Grids of the token counts that most of the data set's time goes to, by tokens times samples times tokens."""
+    shapes = samples.shapes
+    work = np.bincount(samples.shape_id, minlength=len(shapes)) * shapes.tokens.astype(float) ** 1.6
+    _, first, inverse = np.unique(shapes.tokens, return_index=True, return_inverse=True)
+    picked = first[np.argsort(-np.bincount(inverse.reshape(-1), work), kind="stable")[:count]]
+    return [tuple(int(c[i]) for c in (shapes.t, shapes.h, shapes.w)) for i in picked]
+
+
 def compile_all(job: Job, grids: list[tuple[int, int, int]]) -> float:
     """Both graphs of a block, B = 1 and more; seconds.  From a middling shape: what Inductor and the rules decide by
     size then fits most tokens."""
@@ -111,33 +124,51 @@ def timed(job: Job, call: Callable[[int], None], times: int) -> np.ndarray:
     return every_rank(job.seconds(marks)[times // 3 :], job.device)
 
 
-def fit_here(job: Job, grids: list[tuple[int, int, int]], o: argparse.Namespace, m_mem: int):
+def runs_key(o: argparse.Namespace) -> dict:
+    """What measured times hold for."""
+    return {"layers": o.layers, "system": o.system, "checkpoint": o.checkpoint, "cap": o.cap, "shrink": o.shrink,
+            "commit": _results.commit()}  # fmt: skip
+
+
+def runs_file(o: argparse.Namespace, key: dict) -> Path | None:
+    """Where the sweep's runs are kept; runs of another commit are measured again, a second tau takes the first's."""
+    if not o.out:
+        return None
+    path = o.out / f"schedule_step_runs_{o.system}_{o.cap}.json"
+    here = {**key, "world_size": dist.get_world_size(), "torch": torch.__version__}
+    if dist.get_rank() == 0 and path.exists() and not here.items() <= Runs.load(path).key.items():
+        path.unlink()
+    dist.barrier()
+    return path
+
+
+def fit_here(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int):
     """(fit with the overhead of a step, the largest host share, relative speed of each rank)."""
+    grids = grids_of(samples, o.shapes)
     shapes = [Shape(b, *g, CAPTION) for g in grids for b in (1, 2, 4, 8) if b == 1 or b * np.prod(g) <= m_mem / 2]
-    runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, warmup=3, device=job.device, reset=job.clear,
-                                    progress=False, queued=True, key={"layers": o.layers, "system": o.system},
-                                    path=o.out / "schedule_step_runs.json" if o.out else None)  # fmt: skip
-    fit = graphopt.fit_cost(runs, refuse=False)
+    shapes += [Shape(1, *g, CAPTION) for g in costly(samples, o.sizes)]
+    runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, repeats=3, device=job.device, reset=job.clear,
+                                    progress=False, queued=True, key=(key := runs_key(o)), path=runs_file(o, key))
+    fit = graphopt.fit_cost(runs, anchored=True, refuse=False)
     ok = [r for r in runs.rows if r["status"] == "ok"]
-    host = max((r["host_s"] for r in ok if "host_s" in r), default=0.0)
+    host = float(np.median([r["host_s"] for r in ok if "host_s" in r] or [0.0]))
     # How fast each rank is, on work it does at full power.
     long = max((r for r in ok if r["B"] == 1), key=lambda r: r["S"])
     long = Shape(*(long[d] for d in "BTHWL"))
     took = np.median(timed(job, lambda i: job.alone(long), o.speed_calls), 1)
     speeds = took.max() / took
-    # A step of one microbatch, less that microbatch: gather, reduce, optimizer.
-    middle = Shape(1, *grids[len(grids) * 2 // 3], CAPTION)
-    alone = timed(job, lambda i: job.alone(middle), 9)
+    # What a step takes beside its microbatches (gather, reduce, optimizer), from steps of one and of two in turn.
     job.clear()
-    whole = timed(job, lambda i: job.step_of([middle], i), 9)
-    overhead = float(np.median(whole.max(0)) - np.median(alone.max(0)))
+    middle = Shape(1, *grids[len(grids) // 2], CAPTION)
+    pairs = timed(job, lambda i: job.step_of([middle] * (1 + i % 2), i), 30).mean(0).reshape(-1, 2)
+    overhead = float(np.median(2 * pairs[:, 0] - pairs[:, 1]))
     return CostFit(**{**fit.__dict__, "step_overhead_s": max(0.0, overhead)}), host, speeds
 
 
-def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, ranks: int,
+def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, ranks: int, tau: float,
              speeds: np.ndarray | None = None) -> dict[str, Plan]:
-    """Every policy with the global batch of step_balanced at tau, rounded up to whole microbatches."""
-    balanced = plan_batches(samples, fit, ranks=ranks, m_mem=m_mem, tau=o.tau, seed=o.seed,
+    """Every policy with the global batch of step_balanced at tau: one or more microbatches a step, or both in turn."""
+    balanced = plan_batches(samples, fit, ranks=ranks, m_mem=m_mem, tau=tau, seed=o.seed,
                             speeds=None if speeds is None else speeds.tolist())  # fmt: skip
     wanted = balanced.manifest["totals"]["tokens"] / len(balanced)
     plans = {"step_balanced": balanced}
@@ -148,85 +179,112 @@ def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, 
         more |= {"ranks": ranks, "m_mem": m_mem, "policy": policy, "seed": o.seed}
         one = plan_batches(samples, fit, **more)
         per = one.manifest["totals"]["tokens"] / len(one)
-        plans[policy] = plan_batches(samples, fit, microbatches=max(1, round(wanted / per)), **more)
+        plans[policy] = plan_batches(samples, fit, microbatches=max(1.0, wanted / per), **more)
     return plans
 
 
-def rates(plan: Plan, fit: CostFit, steps: int | None = None) -> tuple[float, float]:
-    """Tokens/s by the fit, as planned and if no rank ever waited; over the first steps or all (but step 0)."""
-    step = plan.column("step").astype(np.int64)
-    n = len(plan) if steps is None else min(steps, len(plan))
-    cost = np.zeros((len(plan), plan.groups))
-    np.add.at(cost, (step, plan.column("rank")), plan.column("cost_s"))
-    cost /= np.ones(plan.groups) if plan.manifest["layout"]["speeds"] is None else plan.manifest["layout"]["speeds"]
-    tokens = np.bincount(step, plan.column("tokens"), len(plan))
-    which = slice(1, n) if n > 2 else slice(0, n)
-    wall, mean = (x[which].sum() + fit.step_overhead_s * len(x[which]) for x in (cost.max(1), cost.mean(1)))
-    return float(tokens[which].sum() / wall), float(tokens[which].sum() / mean)
-
-
-def run(job: Job, plan: Plan, fit: CostFit, o: argparse.Namespace) -> dict:
-    """Some steps of a plan, then the same microbatches without the other ranks."""
-    loader = graphopt.PlanLoader(Rows(), plan, num_workers=o.workers)
-    todo = [mb for mb in loader.sampler.microbatches() if mb.plan_step < o.steps]
-    shapes = {mb.shape for mb in todo}
-    for s in sorted(shapes, reverse=True, key=lambda s: s.B * s.S):
+def run(job: Job, plans: dict[str, Plan], fit: CostFit, count: int, o: argparse.Namespace,
+        say: Callable) -> dict[str, dict]:
+    """Some steps of each plan in turn (step 0 of all, step 1 of all, ..), so that what the machine does meanwhile
+    meets all of them; then the same microbatches, in the same order, without the other ranks."""
+    loaders = {p: graphopt.PlanLoader(Rows(), plan, num_workers=o.workers) for p, plan in plans.items()}
+    steps = min(count, *(len(plan) for plan in plans.values()))
+    todo = {p: [[] for _ in range(steps)] for p in plans}
+    for p, loader in loaders.items():
+        for mb in loader.sampler.microbatches():
+            if mb.plan_step >= steps:
+                break
+            todo[p][mb.plan_step].append(mb)
+    shapes = {p: {mb.shape for step in todo[p] for mb in step} for p in plans}
+    for s in sorted(set().union(*shapes.values()), reverse=True, key=lambda s: s.B * s.S):
         job.alone(s)  # libraries choose their kernels at the first call of a shape
     job.clear()
+    say(f"first calls of {len(set().union(*shapes.values()))} shapes")
+    batches = {p: iter(loader) for p, loader in loaders.items()}
+    # Python's collector stops the host for tens of milliseconds, on one rank now and on the other then: what is there
+    # already need not be looked through again.
+    gc.collect()
+    gc.freeze()
     job.meet()
-    marks, tokens = [job.mark()], []
-    for _, mb in loader:
-        job.microbatch(mb)
-        tokens.append([mb.plan_step, mb.tokens])
-        if mb.last:
+    marks, host = [job.mark()], [time.perf_counter()]
+    for i in range(steps):
+        for p in plans:
+            for mb in todo[p][i]:
+                _, travelling = next(batches[p])
+                assert travelling.samples == mb.samples, (travelling, mb)
+                job.microbatch(travelling)
             marks.append(job.mark())
-            if len(marks) > o.steps:
-                break
-    wall = np.diff(every_rank(np.cumsum(job.seconds(marks)), job.device).max(0), prepend=0.0)
-    job.alone(todo[0].shape)  # gather the parameters
+            host.append(time.perf_counter())
+    here = np.cumsum(job.seconds(marks))
+    lead = every_rank(here - np.diff(host).cumsum(), job.device).min(0)  # how far the host is ahead of the device
+    wall = np.diff(every_rank(here, job.device).max(0), prepend=0.0)
+    say(f"{steps} steps of each")
+    again = min(o.replay or steps, steps)
+    job.alone(todo[next(iter(plans))][0][0].shape)  # gather the parameters
     job.meet()
     marks = [job.mark()]
-    again = min(o.replay or o.steps, len(wall))
-    for mb in (mb for mb in todo if mb.plan_step < again):
-        job.alone(mb.shape)
-        if mb.last:
-            marks.append(job.mark())
-    load = every_rank(job.seconds(marks), job.device)  # [ranks, steps]
+    for i in range(again):
+        for p in plans:
+            for mb in todo[p][i]:
+                job.alone(mb.shape)
+                marks.append(job.mark())
+    each = iter(job.seconds(marks))
+    took = {p: [[] for _ in range(again)] for p in plans}
+    for i in range(again):
+        for p in plans:
+            took[p][i] = [float(next(each)) for _ in todo[p][i]]
     job.clear()
-    done = np.bincount([s for s, _ in tokens], [t for _, t in tokens], len(wall))
-    done = every_rank(done, job.device).sum(0)
-    predicted = plan.step_table.column("max_s").to_numpy()[: len(wall)] + fit.step_overhead_s
-    # The first step meets a cold loader, and the plan's largest microbatch.
-    warm = slice(1, None) if len(wall) > 2 else slice(None)
-    error = predicted[warm] / wall[warm] - 1
-    busy = load[:, warm]
-    simulated = simulate(plan, fit, noise=0.0)
-    return {
-        "steps": len(wall[warm]), "tokens_per_s": float(done[warm].sum() / wall[warm].sum()),
-        "tokens_per_step": float(done[warm].mean()), "plan_tokens_per_step": simulated.tokens_per_step,
-        "limit_fraction": float(busy.mean(0).sum() / wall[:again][warm].sum()),
-        "bubble": float(1 - busy.mean(0).sum() / busy.max(0).sum()), "replayed": busy.shape[1],
-        "load_cv": cv(busy.ravel()), "step_cv": cv(wall[warm]), "token_cv": cv(done[warm]),
-        "mape": float(np.abs(error).mean()), "bias": float(error.mean()), "shapes": len(shapes), "oom": 0,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
-        "step_s": wall.tolist(), "predicted_s": predicted.tolist(), "busy_s": load.tolist(),
-        "simulated_limit_fraction": simulated.limit_fraction, "simulated_tokens_per_s": simulated.tokens_per_s,
-        "simulated_bubble": simulated.bubble,
-    }  # fmt: skip
+    rows = {}
+    for n, (p, plan) in enumerate(plans.items()):
+        load = every_rank([sum(x) for x in took[p]], job.device)  # [ranks, steps]
+        done = every_rank([sum(mb.tokens for mb in step) for step in todo[p]], job.device).sum(0)
+        rows[p] = row_of(plan, fit, wall[n :: len(plans)], load, done)
+        rows[p] |= {"shapes": len(shapes[p]), "host_ahead_s": lead[n :: len(plans)].tolist(),
+                    "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
+                    "microbatch_s": seconds_of_shapes(todo[p], took[p])}  # fmt: skip
+    return rows
+
+
+def graphs() -> int:
+    """Graphs that torch has begun to compile in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: int, o: argparse.Namespace,
+            say: Callable) -> list[dict]:
+    """Result rows of every policy at one tau."""
+    say(f"planned, tau = {row['tau']}")
+    # Where one longest sample fills memory, adaptive_load's limits are equal_token's.
+    table = {p: plan.table() for p, plan in plans.items()}
+    twin = {p: next((q for q in plans if q == p or table[p] == table[q]), p) for p in plans}
+    try:
+        found = run(job, {p: plans[p] for p in plans if twin[p] == p}, fit, steps, o, say)
+    except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
+        schedule.save([{**row, "policy": o.policies, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
+        raise
+    kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
+    by = {p: {**row, "policy": p, "graphs": graphs(), "graphs_kept": kept, **found[twin[p]],
+              "microbatches": None if p == "step_balanced" else plans[p].manifest["layout"]["microbatches"],
+              "same_plan_as": twin[p] if twin[p] != p else None} for p in plans}  # fmt: skip
+    for p in by:
+        by[p] |= gains(p, by, plans, fit) if {"step_balanced", "equal_token"} <= set(by) else {}
+        lists = ("step_s", "predicted_s", "busy_s", "step_tokens", "host_ahead_s", "microbatch_s")
+        say({k: round(v, 4) if isinstance(v, float) else v for k, v in by[p].items() if k not in lists})
+    return list(by.values())
 
 
 def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) -> list[dict]:
     """Rows of every policy for `--plan-ranks`, with 3 % noise."""
     rows, samples = [], samples_of(o)
-    for n in (int(x) for x in o.plan_ranks.split(",") if x):
-        plans = plans_of(samples, fit, o, common["m_mem"], n)
+    for n, tau in itertools.product((int(x) for x in o.plan_ranks.split(",") if x), o.tau):
+        plans = plans_of(samples, fit, o, common["m_mem"], n, tau)
         bound = rates(plans["step_balanced"], fit)[1] / rates(plans["equal_token"], fit)[0] - 1
         for policy, plan in plans.items():
             r = simulate(plan, fit, noise=0.03)
             same = [q for q in plans if q != policy and plan.table() == plans[q].table()]
-            rows.append({**schedule.row(r, common["data"], o.tau, "simulated with the fit"), **common,
+            rows.append({**schedule.row(r, common["data"], tau, "simulated with the fit"), **common,
                          "zero_bubble_gain": bound, "same_plan_as": same[0] if same else None})  # fmt: skip
-            say(n, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
+            say(n, tau, policy, f"{r.limit_fraction:.1%} of the limit, bubble {r.bubble:.1%}")
     return rows
 
 
@@ -238,12 +296,18 @@ def simulate_only(o: argparse.Namespace) -> None:
     for fitted in [r for r in done if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == data_name]:
         fit = CostFit.two_term(**{k: fitted["coefficients"][k] for k in "abc"}, p=fitted["p"],
                                step_overhead_s=fitted["step_overhead_s"], source="measured")  # fmt: skip
-        fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"]})
+        fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"],
+                         "anchors": fitted.get("anchors", [])})  # fmt: skip
         common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem")}
-        o.shrink, o.tau = fitted.get("shrink", 1), fitted["tau"]
+        o.shrink = fitted.get("shrink", 1)
         rows = simulated(fit, o, common, partial(print, fitted["system"], flush=True))
         print(path := schedule.save(rows, o.machine, folder=o.plans_from.parent))
         write_json(path, {**json.loads(path.read_text()), **head})
+
+
+def numbers(kind: type) -> Callable[[str], list]:
+    """A parser of lists."""
+    return lambda text: [kind(x) for x in text.split(",")]
 
 
 def main() -> None:
@@ -256,10 +320,11 @@ def main() -> None:
     p.add_argument("--shrink", type=int, default=1, help="divide grids, for tests")
     p.add_argument("--m-mem", type=int, help="tokens of a microbatch; the longest sample's by default")
     p.add_argument("--m-comp", type=float, default=1.05, help="adaptive_load's limit over the longest sample's S^p")
-    p.add_argument("--tau", type=float, default=1.3)
-    p.add_argument("--steps", type=int, default=20, help="per policy")
+    p.add_argument("--tau", type=numbers(float), default=[1.3], help="one or several: 1.3,2")
+    p.add_argument("--steps", type=numbers(int), default=[20], help="per policy (and tau: 40,20)")
     p.add_argument("--replay", type=int, help="how many of them again, without collectives; all by default")
-    p.add_argument("--shapes", type=int, default=9)
+    p.add_argument("--shapes", type=int, default=9, help="grids over the whole range, at several B")
+    p.add_argument("--sizes", type=int, default=20, help="costliest token counts, measured one by one")
     p.add_argument("--budget", type=float, default=60, help="seconds of the shape benchmark, compilation apart")
     p.add_argument("--speed-calls", type=int, default=12, help="of the longest sample, to compare the ranks' speeds")
     p.add_argument("--speeds", action="store_true", help="plan with the ranks' measured speeds")
@@ -270,6 +335,7 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--compile-only", action="store_true", help="compile what a run needs, and stop")
+    p.add_argument("--after", type=Path, help="compile, then wait for this file before measuring")
     p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
     o = p.parse_args()
@@ -290,60 +356,34 @@ def main() -> None:
     if o.compile_only:
         dist.destroy_process_group()
         return
-    fit, host, speeds = fit_here(job, grids, o, m_mem)
+    while o.after and not o.after.exists():
+        time.sleep(0.2)
+    job.meet()
+    fit, host, speeds = fit_here(job, samples, o, m_mem)
     # Rank 0's numbers are everyone's (they are equal, but for rounding of the overhead).
     box = [fit.to_json()]
     dist.broadcast_object_list(box)
     fit = CostFit.of(box[0])
-    graphs = lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     say(fit.describe(), f"step overhead {fit.step_overhead_s * 1e3:.1f} ms, p = {fit.p:.3f}, graphs {graphs()}, "
-        f"the host takes up to {host * 1e3:.1f} ms, speeds {speeds.round(4).tolist()}")  # fmt: skip
+        f"the host takes {host * 1e3:.1f} ms, speeds {speeds.round(4).tolist()}")  # fmt: skip
     for e in fit.errors:
         say("  ", {k: round(v, 5) for k, v in e.items()})
     common = {"check": "step", "data": "C" if o.cap == data.CAP_C else f"A, cap {o.cap}", "system": o.system,
               "layers": o.layers, "checkpoint": o.checkpoint, "m_mem": m_mem, "shrink": o.shrink}  # fmt: skip
-    rows = [{**common, "ranks": ranks, "policy": None, "tau": o.tau, "mode": "fit", "simulated": False,
+    rows = [{**common, "ranks": ranks, "policy": None, "tau": None, "mode": "fit", "simulated": False,
              "mape": fit.mape, "max_error": fit.max_error, "r2": fit.r2, "p": fit.p, "floor_s": fit.floor_s,
-             "coefficients": fit.coefficients, "step_overhead_s": fit.step_overhead_s, "host_s": host,
-             "speeds": speeds.tolist(), "graphs": graphs()}]  # fmt: skip
-    plans = plans_of(samples, fit, o, m_mem, ranks, speeds if o.speeds else None)
-    say("planned")
-    for policy in o.policies.split(","):
-        plan = plans[policy]
-        k = plan.manifest["layout"]["microbatches"]
-        row = {**common, "ranks": ranks, "policy": policy, "tau": o.tau, "mode": "measured", "simulated": False,
-               "microbatches": None if policy == "step_balanced" else k}  # fmt: skip
-        twin = next((r for r in rows if r["policy"] and plan.table() == plans[r["policy"]].table()), None)
-        if twin:  # where one longest sample fills memory, adaptive_load's limits are equal_token's
-            rows.append({**twin, **row, "same_plan_as": twin["policy"]})
-            say(policy, "is the plan of", twin["policy"])
-            continue
-        try:
-            row |= run(job, plan, fit, o)
-        except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
-            schedule.save([{**row, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
-            raise
-        kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
-        rows.append({**row, "graphs": graphs(), "graphs_kept": kept})
+             "coefficients": fit.coefficients, "anchors": fit.anchors, "step_overhead_s": fit.step_overhead_s,
+             "host_s": host, "speeds": speeds.tolist(), "graphs": graphs()}]  # fmt: skip
+    if first:
+        schedule.save(rows, o.machine, folder=o.out)
+    for i, tau in enumerate(o.tau):
+        plans = plans_of(samples, fit, o, m_mem, ranks, tau, speeds if o.speeds else None)
+        row = {**common, "ranks": ranks, "tau": tau, "mode": "measured", "simulated": False}
+        rows += measure(job, {p: plans[p] for p in o.policies.split(",")}, fit, row, o.steps[i % len(o.steps)], o, say)
         if first:
             schedule.save(rows, o.machine, folder=o.out)
-        lists = ("step_s", "predicted_s", "busy_s")
-        say({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items() if k not in lists})
-    by = {r["policy"]: r for r in rows if r["mode"] == "measured"}
-    if {"step_balanced", "equal_token"} <= set(by):
-        for suffix, n in (("", None), ("_steps", o.steps)):
-            planned, _ = rates(plans["equal_token"], fit, n)
-            bound = rates(plans["step_balanced"], fit, n)[1] / planned - 1
-            for policy, r in by.items():
-                r[f"zero_bubble_gain{suffix}"] = bound
-                r[f"planned_gain{suffix}"] = rates(plans[policy], fit, n)[0] / planned - 1
-        for r in by.values():
-            base = by["equal_token"]
-            r["gain_over_equal_token"] = r["tokens_per_s"] / base["tokens_per_s"] - 1
-            r["gain_same_work"] = r["limit_fraction"] / base["limit_fraction"] - 1
-            say(r["policy"], {k: round(v, 4) for k, v in r.items() if "gain" in k})
     if first:
-        rows += simulated(fit, o, common, say)
+        rows = simulated(fit, o, common, say)
         say(schedule.save(rows, o.machine, folder=o.out))
     dist.barrier()
     dist.destroy_process_group()

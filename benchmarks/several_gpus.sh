@@ -1,29 +1,64 @@
 #!/usr/bin/env bash
-# What a machine with several GPUs has to show, most important first:  RANKS=2 benchmarks/several_gpus.sh [OUT]
-# OUT: folder of the result files (benchmarks/results/<machine> by default).  About 8 minutes on two H200, of which
-# 2 are compilation; NVLink multicast stays off.
+# What a machine with several GPUs has to show, most important first:  RANKS=2 benchmarks/several_gpus.sh [OUT] [JOB ..]
+# OUT: folder of the result files (benchmarks/results/<machine> by default); logs go to OUT/logs or build/logs.
+# JOB: some of gradients, drill, policies, unfused, long (all by default), in the order in which they measure.
+# About 6 minutes on two H200.  All jobs compile at once, then they measure one after the other; rows are saved as they
+# come, so a run that is cut off keeps what it had.  NVLink multicast stays off.
 cd "$(dirname "$0")/.."
-ranks=${RANKS:-$(nvidia-smi -L | wc -l)} out=${1:+--out $1}
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((ranks - 1)))}
-port=29500
-run() {
-    port=$((port + 1))
-    echo "--- $* ($SECONDS s)"
-    timeout -k 5 "$limit" python3 -m torch.distributed.run --nproc-per-node="$ranks" --master-port=$port \
-        --no-python bash benchmarks/rank.sh "$@"
-}
-long="--cap 97200 --checkpoint --layers 2 --shapes 6"
+ranks=${RANKS:-$(nvidia-smi -L | wc -l)} out=${1:+--out $1} logs=${1:-build}/logs turn=$(mktemp -d) port=29500 before=start
+jobs=${*:2}
+mkdir -p "$logs"
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((ranks - 1)))}
+touch "$turn/start"
 
-# gradients of unequal counts (graphopt's graph as it is needs no compiler), beside the compilation of what comes next
-(limit=120 run benchmarks/schedule_grads.py --checks grads --batches 2 --system rewritten $out) &
-limit=200 run benchmarks/schedule_step.py --compile-only
+# all_ranks NAME SECONDS SCRIPT OPTIONS..
+all_ranks() {
+    timeout -k 5 "$2" python3 -m torch.distributed.run --nproc-per-node="$ranks" --master-port="$port" \
+        --no-python bash benchmarks/rank.sh "${@:3}" $out > "$logs/$1.txt" 2>&1
+    echo "--- $1: exit code $?, $SECONDS s"
+}
+
+# measured NAME SECONDS OPTIONS..: compile now, measure when it is this one's turn
+measured() {
+    port=$((port + 1))
+    (
+        all_ranks "$1" "$2" benchmarks/schedule_step.py --plan-ranks "" --after "$turn/$before" "${@:3}"
+        touch "$turn/$1"
+    ) &
+    before=$1
+}
+
+for job in ${jobs:-gradients drill policies unfused long}; do
+    case $job in
+    gradients) # unequal counts of microbatches: graphopt's graph as it is, and through Inductor; memory of both modes
+        (
+            (
+                port=29601
+                all_ranks gradients_rewritten 60 benchmarks/schedule_grads.py --checks grads --system rewritten
+                all_ranks memory 40 benchmarks/schedule_grads.py --checks memory
+            ) &
+            port=29600
+            all_ranks gradients 100 benchmarks/schedule_grads.py --checks grads --batches 2
+            wait
+            touch "$turn/gradients"
+        ) &
+        before=gradients ;;
+    drill) # a rank dies; no timing, so beside the others' compilation
+        (
+            timeout 150 python3 benchmarks/schedule_drill.py --timeout 25 $out > "$logs/drill.txt" 2>&1
+            echo "--- drill: exit code $?, $SECONDS s"
+        ) & ;;
+    policies) # data C: the policies against each other, predicted beside measured
+        measured policies 400 --budget 28 --steps 50 --replay 12 ;;
+    unfused) # the same plan without the fused kernels
+        measured unfused 500 --system inductor --budget 14 --sizes 8 --steps 16 --replay 6 ;;
+    long) # data A at its 97,200 tokens, blocks recomputed
+        measured long 600 --cap 97200 --checkpoint --layers 2 --shapes 6 --speed-calls 3 --budget 28 --steps 12,8 \
+            --replay 6 --tau 1.3,2 ;;
+    *) echo "unknown job $job" >&2 ;;
+    esac
+done
 wait
-# every policy on data C, predicted beside measured
-limit=240 run benchmarks/schedule_step.py --budget 30 --steps 40 --replay 20 --plan-ranks "" $out
-# the same gradients through Inductor, fp32 and mixed precision; memory of ZeRO-1 mode against slots
-limit=240 run benchmarks/schedule_grads.py --batches 2 $out
-# without the fused kernels
-limit=240 run benchmarks/schedule_step.py --system inductor --budget 20 --steps 20 --replay 8 --policies step_balanced --plan-ranks "" $out
-# data A at its 97,200 tokens, blocks recomputed
-limit=300 run benchmarks/schedule_step.py $long --budget 30 --steps 12 --replay 8 --speed-calls 3 --plan-ranks "" $out
+rm -r "$turn"

@@ -3,14 +3,16 @@
     python examples/train_with_plan.py --out run
     torchrun --nproc-per-node=2 examples/train_with_plan.py --out run            # FSDP2; kill it and start it again
 
-The data are synthetic: sample `row` is noise seeded by its number.  Each rank writes (epoch, step, k, rows) of every
-microbatch to run/rank-N.jsonl; run/latest holds the checkpoint of the last step.
+On GPUs where there is one for each process.  The data are synthetic: sample `row` is noise seeded by its number.  Each
+rank writes (epoch, step, k, rows) of every microbatch to run/rank-N.jsonl; run/latest holds the checkpoint of the last
+step.
 """
 
 import argparse
 import json
 import os
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -104,15 +106,22 @@ def main() -> None:
     p.add_argument("--epochs", type=int, default=2)
     p.add_argument("--backend", default="", help="graphopt, inductor, ...; not compiled by default")
     p.add_argument("--die-at", type=int, default=-1, help="the last rank dies in the middle of this step")
+    p.add_argument("--timeout", type=float, default=45, help="seconds a collective waits for the other ranks")
     o = p.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
     if ranks > 1:
-        dist.init_process_group("gloo")
+        # Without torchrun nobody tells a rank that another one died: the next collective waits this long.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=o.timeout))
     rank = dist.get_rank() if ranks > 1 else 0
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the same weights after a resume, to the last bit
     first, folder = rank == 0, o.out
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    model = Model()
+    model = Model().to(device)
     for block in model.blocks:
         if o.backend:
             block.compile(backend=o.backend, dynamic=True)
@@ -125,7 +134,7 @@ def main() -> None:
     # Planned here from given costs; `graphopt fit` and `graphopt plan` make a measured one.
     cost = CostFit.two_term(1e-3, 1e-5, 1e-8)
     plan = graphopt.plan_batches(Samples.of_tokens(TOKENS), cost, ranks=ranks, m_mem=512, tau=4)
-    loader = graphopt.PlanLoader(Clips(), plan, num_workers=2)
+    loader = graphopt.PlanLoader(Clips(), plan, num_workers=2, device=device)
     restore(folder, model, opt, loader)
     with open(folder / f"rank-{rank}.jsonl", "a", buffering=1) as log:
         while loader.epoch < o.epochs:

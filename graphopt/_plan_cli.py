@@ -75,7 +75,7 @@ def plan(
     sync: Annotated[
         str, typer.Option(help="step (DDP, FSDP2 ZeRO-1 style) or microbatch (ZeRO-3, pipelines).")
     ] = "step",
-    microbatches: Annotated[int | None, typer.Option(help="K, where the mode fixes it.")] = None,
+    microbatches: Annotated[float | None, typer.Option(help="K, where the mode fixes it.")] = None,
     allowed_b: Annotated[str | None, typer.Option(help="The only batch sizes to use, e.g. 1,2,4,8.")] = None,
     speeds: Annotated[str | None, typer.Option(help="Relative speed of each data-parallel group.")] = None,
     uneven: Annotated[
@@ -240,6 +240,7 @@ def fit(
     ] = Path("runs.json"),
     max_error: Annotated[float, typer.Option(help="Refuse a fit with a larger mean error.")] = 0.10,
     step_overhead_s: Annotated[float, typer.Option(help="Seconds per optimizer step beside microbatches.")] = 0.0,
+    anchored: Annotated[bool, typer.Option("--anchored", help="Take measured token counts as measured.")] = False,
     out: Annotated[Path, typer.Option(help="Fit to write.")] = Path("fit.json"),
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the fit.")] = None,
 ) -> None:
@@ -258,7 +259,8 @@ def fit(
         return
     cost = model_cost(model).total if model else None
     try:
-        made = fit_cost(measured, form, cost=cost, max_error=max_error, step_overhead_s=step_overhead_s)
+        made = fit_cost(measured, form, cost=cost, max_error=max_error, step_overhead_s=step_overhead_s,
+                        anchored=anchored)  # fmt: skip
     except GraphoptError:
         if plot is not None and len(measured.rows) >= 4:
             from graphopt.schedule.plots import plot_fit

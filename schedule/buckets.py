@@ -125,19 +125,21 @@ def plan(
         owed = np.zeros(len(p.samples), bool)
         owed[first] = True
         mixed = mixed[np.argsort(~owed[rows[begin[mixed]]], kind="stable")]
-    per_step = p.groups * p.microbatches
-    steps, over = divmod(len(mixed), per_step)
+    each = rounds(p.microbatches, len(mixed) // p.groups + 1)  # one step too many
+    ends = each.cumsum() * p.groups
+    steps = int(np.searchsorted(ends, len(mixed), "right"))
+    over = len(mixed) - int(ends[steps - 1] if steps else 0)
     left = Leftover.none()
     repeated = 0
     if over and p.tail == "pad":
-        repeated = per_step - over
+        repeated = int(ends[steps]) - len(mixed)
         filler = mixed[np.arange(repeated) % len(mixed)]
         left.repeated = np.sort(np.concatenate([rows[begin[i] : begin[i] + size[i]] for i in filler]))
         mixed, steps = np.concatenate([mixed, filler]), steps + 1
     elif over:
-        tail = mixed[steps * per_step :]
+        tail = mixed[len(mixed) - over :]
         left = Leftover.by(p.tail, np.concatenate([rows[begin[i] : begin[i] + size[i]] for i in tail]))
-        mixed = mixed[: steps * per_step]
+        mixed = mixed[: len(mixed) - over]
         if not steps and p.tail == "carry":
             raise PlanInfeasible(
                 f"{over} batches do not fill one step of {p.groups} groups x {p.microbatches} microbatches",
@@ -145,26 +147,37 @@ def plan(
                 remedy='use fewer ranks, tail="pad" or tail="drop"',
             )
     mark = np.where(size < batch[b_shape], PARTIAL, 0).astype(np.uint8) | flags[b_shape]
-    return _windows(p, mixed, begin, size, b_shape, mark, rows, per_step, repeated), left, steps
+    return _windows(p, each[:steps], mixed, begin, size, b_shape, mark, rows, repeated), left, steps
+
+
+def rounds(microbatches: float, slots: int) -> np.ndarray:
+    """Microbatches that every rank runs in each step: K, or the whole numbers beside it with K as their mean; int64
+    [steps], enough steps for `slots` microbatches."""
+    ends = np.floor(np.arange(int(slots / microbatches) + 2) * microbatches + 1e-9).astype(np.int64)
+    return np.diff(ends)
 
 
 def _windows(
     p: Problem,
+    each: np.ndarray,
     mixed: np.ndarray,
     begin: np.ndarray,
     size: np.ndarray,
     shape: np.ndarray,
     mark: np.ndarray,
     rows: np.ndarray,
-    per_step: int,
     repeated: int,
 ) -> Iterator[Window]:
     """Some whole steps at a time."""
-    width = max(1, WINDOW_BATCHES // per_step) * per_step
-    for a in range(0, len(mixed), width):
-        b = mixed[a : a + width]
-        position = np.arange(a, a + len(b))
-        step, rank = position // per_step, position % per_step // p.microbatches
+    borders = np.r_[0, each.cumsum() * p.groups]
+    width = max(1, int(WINDOW_BATCHES // (p.groups * p.microbatches)))
+    for first in range(0, len(each), width):
+        mine = each[first : first + width]
+        start = borders[first : first + width]
+        b = mixed[start[0] : start[-1] + mine[-1] * p.groups]
+        position = np.arange(start[0], start[0] + len(b))
+        step = np.repeat(np.arange(first, first + len(mine)), mine * p.groups)
+        rank = (position - borders[step]) // each[step]
         ends = np.cumsum(size[b])
         index = np.arange(ends[-1]) + np.repeat(begin[b] - (ends - size[b]), size[b])
         flags = mark[b].copy()

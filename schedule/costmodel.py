@@ -6,6 +6,9 @@ takes: below it the host is the bottleneck, whatever the shape.  Forms:
 - `two_term` (default): a + b * B * S + c * B * S^2, and d * B * L where captions were measured
 - `power_law` (AdaptiveLoad): a + b * B * S^p
 - `symbolic`: a + sum of theta_i * term_i(B, T, H, W, L), terms from a traced graph (cost.py)
+
+A GPU's time is no smooth function of S: matrix products run in waves of tiles, and a size that begins another wave
+costs some per cent more.  `anchors` hold what was measured at some S over what the form gives; it is interpolated.
 """
 
 from __future__ import annotations
@@ -70,6 +73,8 @@ class CostFit:
         p, m_comp: exponent of the power law, and B * S^p that costs as much as the costliest measured sample.
         step_overhead_s: seconds an optimizer step costs beside its microbatches.
         floor_s: seconds no microbatch undercuts (0: no such floor was seen).
+        anchors: [S, measured over fitted fixed part, measured over fitted part per sample], ascending in S; between
+            them linear in log S, beyond them as at the nearest.
         memory: fitted peak bytes, or None.
         key: settings the model holds for (model, remat, dtype, GPU); a plan carries them.
     """
@@ -87,6 +92,7 @@ class CostFit:
     m_comp: float | None = None
     step_overhead_s: float = 0.0
     floor_s: float = 0.0
+    anchors: list[list[float]] = field(default_factory=list)
     memory: MemoryModel | None = None
     key: dict[str, Any] = field(default_factory=dict)
 
@@ -134,6 +140,10 @@ class CostFit:
             theta = np.array([c[f"theta_{i}"] for i in range(len(self.terms))])
             each = theta @ (two - one)
             fixed = c["a"] + theta @ (one - (two - one))
+        if self.anchors:
+            at, of_fixed, of_each = np.array(self.anchors, dtype=np.float64).T
+            fixed = fixed * np.interp(np.log(s), np.log(at), of_fixed)
+            each = each * np.interp(np.log(s), np.log(at), of_each)
         bad = ~(np.isfinite(each) & (each > 0) & np.isfinite(fixed))
         if bad.any():
             i = int(np.argmax(bad))
@@ -196,6 +206,7 @@ class CostFit:
         """One line: form, coefficients, quality, origin."""
         numbers = ", ".join(f"{k} = {v:.4g}" for k, v in self.coefficients.items())
         numbers += f", floor {self.floor_s:.4g} s" if self.floor_s else ""
+        numbers += f", anchored at {len(self.anchors)} S" if self.anchors else ""
         quality = (
             "not measured"
             if self.r2 is None

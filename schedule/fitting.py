@@ -6,6 +6,7 @@ Residuals are relative (each run's error in per cent counts alike), since a plan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ def fit_cost(
     cost: SymbolicCost | None = None,
     max_error: float = 0.10,
     step_overhead_s: float = 0.0,
+    anchored: bool = False,
     refuse: bool = True,
 ) -> CostFit:
     """Fit seconds per microbatch, and bytes if the runs recorded them.
@@ -39,6 +41,8 @@ def fit_cost(
             FLOPs) + theta_3 * (bytes moved), with `cost` in the dimensions B, T, H, W, L of the token grid
             (`SymbolicCost.subs` converts latent sizes).
         max_error: largest relative error of the mean allowed before the fit is refused.
+        anchored: take each measured S as it was measured, and the form between them.  Worth it where most of the data
+            set's long shapes were measured, at errors well below the form's; quality and intervals are the form's.
         refuse: raise on a bad fit (False returns it, to look at its plot).
 
     Where the smallest shapes take equal time although their work differs, launching kernels is what takes it: the fit
@@ -114,7 +118,23 @@ def fit_cost(
             f"B = {batch[worst]:g}, S = {tokens[worst]:g}: {error[worst]:+.1%}",
             remedy='measure again on an idle machine, use form="two_term", or fit only the range you train on',
         )
-    return fit
+    return replace(fit, anchors=_anchors(fit, table, batch, seconds)) if anchored else fit
+
+
+def _anchors(fit: CostFit, table: ShapeTable, batch: np.ndarray, seconds: np.ndarray) -> list[list[float]]:
+    """[S, fixed part, part per sample] over the form's, of every S that was measured above the floor."""
+    fixed, each = fit.affine(table)
+    found = []
+    for s in np.unique(table.tokens[seconds > fit.floor_s * 1.05]):
+        mine = table.tokens == s
+        f, e, b, t = fixed[mine], each[mine], batch[mine], seconds[mine]
+        scale = float(np.median(t / (f + b * e)))
+        pair = np.array([scale, scale])
+        if len(np.unique(b)) > 1 and f.min() > 0:
+            pair, _ = scipy.optimize.nnls(np.stack([f, b * e], 1) / t[:, None], np.ones(len(t)))
+        # A part that vanished is a matter of noise.
+        found.append([float(s), *(pair.tolist() if pair.min() > 0.2 else [scale, scale])])
+    return found
 
 
 def _arrays(runs: Any) -> tuple[ShapeTable, np.ndarray, np.ndarray, np.ndarray | None, dict[str, Any]]:

@@ -37,7 +37,7 @@ def plan_batches(
     tau: float = 1.3,
     uneven: bool = True,
     sync: str = "step",
-    microbatches: int | None = None,
+    microbatches: float | None = None,
     allowed_b: Sequence[int] | None = None,
     limits: np.ndarray | None = None,
     speeds: Sequence[float] | None = None,
@@ -73,7 +73,8 @@ def plan_batches(
         uneven: where steps of equal cost and composition would leave ranks waiting (few samples per rank and step, many
             of them costly), form level steps of unlike cost; `tau` is then their mean, and the plan says so.
         sync: "step" (ranks meet once a step: DDP, FSDP2 in ZeRO-1 style), or "microbatch" (ZeRO-3, pipelines: K equal).
-        microbatches: K for sync="microbatch" (4 by default) and for the two bucket policies (1 by default).
+        microbatches: K for sync="microbatch" (4 by default) and for the two bucket policies (1 by default); the latter
+            also take a mean such as 1.6, for the global batch of another plan: K is then 1 or 2, the same on all ranks.
         allowed_b: the only batch sizes to use, e.g. (1, 2, 4, 8), to bound the number of compiled graphs.
         limits: largest B of each shape of the data set, int64 [shapes] (a bucket table's: tables.py), beside the
             memory limit.
@@ -147,7 +148,10 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
     slots_mode = o["sync"] == "microbatch"
     microbatches = o["microbatches"] or (4 if slots_mode and o["policy"] == "step_balanced" else 1)
     if microbatches < 1:
-        raise ConfigError(f"microbatches must be positive, not {o['microbatches']}")
+        raise ConfigError(f"microbatches must be at least 1, not {o['microbatches']}")
+    if microbatches != int(microbatches) and o["policy"] == "step_balanced":
+        raise ConfigError(f"microbatches must be a whole number, not {microbatches}, where each one is a barrier")
+    microbatches = int(microbatches) if microbatches == int(microbatches) else float(microbatches)
     if o["microbatches"] and o["policy"] == "step_balanced" and not slots_mode:
         raise ConfigError(
             'microbatches is not used by step_balanced with sync="step": each rank has its own number',

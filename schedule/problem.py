@@ -29,7 +29,7 @@ class Problem:
         groups: data-parallel groups (ranks / sequence-parallel size).
         speeds: float64 [groups] relative speeds, or None.
         step_cost: wanted seconds per group and step.
-        microbatches: K, where the policy or the mode fixes it.
+        microbatches: K, where the policy or the mode fixes it (of a bucket policy also a mean).
         slots: every microbatch is a barrier (ZeRO-3, pipelines), so K is equal on all ranks.
         tail: "carry", "drop" or "pad".
         advice: what else may help where samples do not fit.
@@ -48,7 +48,7 @@ class Problem:
     groups: int
     speeds: np.ndarray | None
     step_cost: float
-    microbatches: int
+    microbatches: float
     slots: bool
     tail: str
     seed: int

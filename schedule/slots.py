@@ -22,7 +22,7 @@ def plan(problem: Problem) -> tuple[Iterator[Window], Leftover, int]:
     """Windows of the plan, what is left over, and the number of steps."""
     p = problem
     p.refuse_oversize()
-    per_step = p.groups * p.microbatches
+    per_step = p.groups * int(p.microbatches)
     rows, left = whole_atoms(p)
     repeated = 0
     if len(rows) // p.atom < per_step:
@@ -59,7 +59,7 @@ def plan(problem: Problem) -> tuple[Iterator[Window], Leftover, int]:
     order = np.argsort(-cost, kind="stable")
     slots = len(order) // p.groups
     slot_cost = cost[order].reshape(slots, p.groups).max(1)
-    steps = slots // p.microbatches
+    steps = slots // int(p.microbatches)
     by_cost = np.argsort(-slot_cost, kind="stable")
     step_of_slot = np.empty(slots, np.int32)
     step_of_slot[by_cost] = dealing.deal(slot_cost[by_cost], steps, p.seed, p.epoch, dealing.SLOT)
@@ -139,7 +139,7 @@ def _windows(
     steps: int,
 ) -> Iterator[Window]:
     """Some whole steps at a time; k is the slot's place in its step."""
-    per_step = p.groups * p.microbatches
+    per_step = p.groups * int(p.microbatches)
     width = max(1, WINDOW_UNITS // per_step) * per_step
     for a in range(0, steps * per_step, width):
         b = slice(a, a + width)

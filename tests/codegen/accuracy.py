@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphopt.codegen import kernels
 
+LARGE = 4_000_000  # elements of x
 # name -> dtype of the activations, dtype of the factors
 DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16), "bf16-fp32": (torch.bfloat16, torch.float32),
@@ -79,9 +80,32 @@ def moved(t: dict, device: str, mean: float = 0.0) -> dict:
     return with_leaves(t, [v.requires_grad_() for v in leaves(t)])
 
 
+def all_true(conditions: list[Tensor]) -> list[bool]:
+    """Conditions as Python values, with one wait for the device: GPUs shared by many processes are slow to answer."""
+    return torch.stack(conditions).tolist() if conditions else []
+
+
 def gradients(outs: list[Tensor], t: dict, cotangents: list[Tensor]) -> list[Tensor]:
     """Gradients of all leaves."""
     return list(torch.autograd.grad(outs, leaves(t), [c.to(o.dtype) for o, c in zip(outs, cotangents)]))
+
+
+def in_fp64(form: Form, t: dict, cotangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients of all leaves in fp64; of large tensors one sample after another, which takes less memory."""
+    B = t["x"].shape[0]
+    parts = [slice(b, b + 1) for b in range(B)] if t["x"].numel() > LARGE else [slice(0, B)]
+    each = [v.dim() == t["x"].dim() and v.shape[0] == B for v in leaves(t)]
+    outs: list[list[Tensor]] = []
+    grads: list[list[Tensor]] = []
+    for part in parts:
+        one = [v.detach()[part] if own else v.detach() for v, own in zip(leaves(t), each)]
+        sample = with_leaves(t, [v.double().requires_grad_() for v in one])
+        found = chain(form, sample)
+        grads.append(gradients(found, sample, [c[part] for c in cotangents]))
+        outs.append([o.detach() for o in found])
+        del sample, found
+    joined = [torch.cat(o) for o in zip(*outs)]
+    return joined, [torch.cat(g) if own else sum(g) for g, own in zip(zip(*grads), each, strict=True)]
 
 
 def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool = False) -> list[Measured]:
@@ -97,20 +121,18 @@ def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool 
         got = gradients(outs, t, cotangents)
         if twice:
             again = call(form, t, *attributes(form, dtype), engine="triton")
-            same = [torch.equal(a, b) for a, b in zip([*outs, *got], [*again, *gradients(again, t, cotangents)])]
+            pairs = zip([*outs, *got], [*again, *gradients(again, t, cotangents)], strict=True)
+            same = all_true([(a == b).all() for a, b in pairs])
             assert all(same), f"a second run differs: {same}"
             del again
         for o in outs:
             assert (o.dtype, o.is_contiguous()) == (dtype, True)
         for leaf, g in zip(leaves(t), got, strict=True):
             assert (g.shape, g.dtype) == (leaf.shape, leaf.dtype)
-            assert torch.isfinite(g).all()
+        finite = all_true([torch.isfinite(g).all() for g in got])
+        assert all(finite), f"gradients that are not finite: {finite}"
         outs = [o.detach() for o in outs]
-        truth_t = with_leaves(t, [v.detach().double().requires_grad_() for v in leaves(t)])
-        truth = chain(form, truth_t)
-        want = gradients(truth, truth_t, cotangents)
-        truth = [o.detach() for o in truth]
-        del truth_t
+        truth, want = in_fp64(form, t, cotangents)
         rough_t = with_leaves(t, [v.detach().clone().requires_grad_() for v in leaves(t)])
         rough = chain(form, rough_t)
         rough_grads = gradients(rough, rough_t, cotangents)
@@ -118,10 +140,13 @@ def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool 
             got = want = rough_grads = []
         triples = [(f"output {i}", *v) for i, v in enumerate(zip(outs, truth, [r.to(dtype) for r in rough], strict=True))]
         triples += [(f"gradient {i}", *v) for i, v in enumerate(zip(got, want, rough_grads, strict=True))]
+        found = []
         for name, a, b, c in triples:
             dtypes[name] = a.dtype
-            each = [(v.detach().double() - b).square().sum().item() for v in (a, c)] + [b.square().sum().item()]
-            sums[name] = [p + q for p, q in zip(sums.get(name, [0.0, 0.0, 0.0]), each)]
+            found += [(v.detach().double() - b).square().sum() for v in (a, c)] + [b.square().sum()]
+        values = torch.stack(found).tolist() if found else []
+        for k, (name, *_) in enumerate(triples):
+            sums[name] = [p + q for p, q in zip(sums.get(name, [0.0, 0.0, 0.0]), values[3 * k:3 * k + 3])]
     return [Measured(name, (ours / size) ** 0.5, (eager / size) ** 0.5, dtypes[name])
             for name, (ours, eager, size) in sums.items() if size > 0]
 

@@ -1,16 +1,29 @@
-"""The design of benchmarks/kernel_matrix.py covers what its text says, and one cell runs."""
+"""benchmarks/kernel_matrix.py: its design covers what its text says, one cell runs, cells of older kernels run again."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import multiprocessing
+import queue
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import accuracy
 import pytest
+import torch
+from operator_forms import attributes, call, leaves, operands, plain, sized
+
+from graphopt.codegen import kernels
+from graphopt.codegen.form import FUSIONS
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import _launches
 import kernel_matrix as matrix
+
+CELL = ("gate_norm_modulate", 64, "bf16-fp32", False)
 
 
 def test_a_gpu_runs_the_full_cross() -> None:
@@ -55,3 +68,88 @@ def test_a_wrong_kernel_is_seen(device: str, monkeypatch) -> None:
     row = matrix.run_cell(("norm_modulate", 17, "fp32", False), device, matrix.Memory(2**30))
     assert row["failed"]
     assert "D=17 B=1 S=5 output 0" in row["failed"][0]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_what_is_recorded_is_what_is_launched(fusion: str, device: str, monkeypatch) -> None:
+    """Sources, grids, layouts, arguments and warps, in order, of a forward and a backward that really run."""
+    form, dtype = sized(plain(fusion), (2, 5, 130)), torch.bfloat16
+    make = lambda device: accuracy.moved(operands(form, dtype, torch.float32, (2, 5, 130), device), device)
+    place = _launches.this_gpu() if device == "cuda" else _launches.INTERPRETER
+    recorded = _launches.launches(fusion, make("meta"), attributes(form, dtype), place)
+    seen: list[str] = []
+    wrap = torch.library.wrap_triton
+
+    class Spied:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            source = Path(sys.modules[self.kernel.fn.__module__].__file__).read_bytes()
+
+            def launch(*args: Any, **settings: Any) -> None:
+                digest = hashlib.sha256(source).hexdigest()
+                seen.append(f"{digest} {grid} {_launches._text(args)} {settings}")
+                wrap(self.kernel)[grid](*args, **settings)
+
+            return launch
+
+    monkeypatch.setattr(torch.library, "wrap_triton", Spied)
+    t = make(device)
+    outs = call(form, t, *attributes(form, dtype), engine="triton")
+    torch.autograd.grad(outs, leaves(t), [torch.ones_like(o) for o in outs])
+    assert seen
+    assert [line for line in recorded if not line.startswith("aten.")] == seen
+
+
+def test_a_digest_follows_what_is_launched(monkeypatch) -> None:
+    """The source, the configuration, the grid and the tensor ops around the kernels each change it; nothing else does."""
+    before = matrix.launched(CELL, full=True)
+    assert matrix.launched(CELL, full=True) == before != matrix.launched(CELL, full=False)
+    emit, configuration, forward = _launches.emit, _launches.tuned.configuration, kernels.forward
+
+    def warps(spec: Any) -> Any:
+        config = configuration(spec)
+        return replace(config, warps=2 * config.warps)
+
+    changes = (
+        (_launches, "emit", lambda spec, config: emit(spec, config) + "# another\n"),
+        (_launches.tuned, "configuration", warps),
+        (_launches, "H200", replace(_launches.H200, multiprocessors=66)),
+        (kernels, "forward", lambda *args: [t.clone() for t in forward(*args)]),
+    )
+    found = {before}
+    for owner, name, new in changes:
+        with monkeypatch.context() as m:
+            m.setattr(owner, name, new)
+            found.add(matrix.launched(CELL, full=True))
+    assert len(found) == 1 + len(changes)
+    assert matrix.launched(CELL, full=True) == before
+
+
+def test_only_cells_of_todays_kernels_count(monkeypatch) -> None:
+    """An equal digest without failures is kept; another digest, a failure, none at all: run again, if there is time."""
+    cells = [(*CELL[:2], dtypes, False) for dtypes in ("bf16", "bf16-fp32", "fp32", "fp32-bf16")]
+    digests = {cell: matrix.launched(cell, full=True) for cell in cells}
+    fresh = lambda cell, **more: dict(zip(("fusion", "D", "dtypes", "long"), cell)) | dict(failed=[], new=False) | more
+    known = {
+        cells[0]: fresh(cells[0], launches=digests[cells[0]]), cells[1]: fresh(cells[1], launches="older"),
+        cells[2]: fresh(cells[2], launches=digests[cells[2]], failed=["D=64"]),
+    }
+    monkeypatch.setattr(matrix, "run_cell", lambda cell, device, memory: fresh(cell, new=True))
+    for end, wanted in ((float("inf"), [False, True, True, True]), (0.0, [False])):
+        results: queue.Queue[Any] = queue.Queue()
+        matrix.work("cuda", cells, known, multiprocessing.Value("i", 0), end, matrix.Memory(1), results)
+        rows = list(iter(results.get, None))
+        assert [row["new"] for row in rows] == wanted
+        assert all(row["launches"] == digests[matrix.key(row)] and not row["failed"] for row in rows)
+
+
+def test_a_state_cut_short_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    rows = [dict(zip(("fusion", "D", "dtypes", "long"), (*CELL[:2], dtypes, False))) for dtypes in ("fp32", "bf16")]
+    matrix.write(path, rows)
+    assert matrix.read(path) == rows[::-1]  # in the order of the matrix
+    path.write_text(path.read_text()[:-20])
+    assert matrix.read(path) == [rows[1]]

@@ -108,10 +108,12 @@ def truth(twin: nn.Module, inputs: dict[str, Any], seed: int = 7, cotangent: tor
 def errors(got: Result, true: Result) -> dict[str, float]:
     """Relative L2 per tensor; tensors under 64 elements pooled into one."""
     parts: dict[str, list[float]] = {}
-    for n, t in true.items():
+    squares = [s for n, t in true.items() for s in ((got[n].double() - t).square().sum(), t.square().sum().double())]
+    values = torch.stack(squares).tolist()  # one wait for the device
+    for k, (n, t) in enumerate(true.items()):
         part = parts.setdefault(n if t.numel() >= SMALL else "small tensors", [0.0, 0.0])
-        part[0] += (got[n].double() - t).square().sum().item()
-        part[1] += t.square().sum().item()
+        part[0] += values[2 * k]
+        part[1] += values[2 * k + 1]
     wrong = [n for n, (d, s) in parts.items() if d and not s]
     assert not wrong, f"not zero, as they should be: {wrong}"
     return {n: math.sqrt(d / s) for n, (d, s) in parts.items() if s}
@@ -166,10 +168,20 @@ class Verdict:
         return f"mean {self.mean:.3f} (1 +- {self.uncertainty:.3f}, {self.batches} batches), worst {most:.2f} at {name}"
 
 
+class NotFinite(AssertionError):
+    """A side of the comparison, `side`, has values that are not finite."""
+
+    def __init__(self, side: str, message: str) -> None:
+        super().__init__(message)
+        self.side = side
+
+
 def finite(side: str, tensors: Result) -> None:
-    """Raise AssertionError where a tensor has a value that is not finite."""
-    bad = [n for n, t in tensors.items() if not torch.isfinite(t).all()]
-    assert not bad, f"{side} is not finite: {len(bad)} of {len(tensors)} tensors, {', '.join(bad[:4])}"
+    """Raise NotFinite where a tensor has a value that is not finite."""
+    right = torch.stack([torch.isfinite(t).all() for t in tensors.values()]).tolist()
+    bad = [n for n, ok in zip(tensors, right, strict=True) if not ok]
+    if bad:
+        raise NotFinite(side, f"{side} is not finite: {len(bad)} of {len(tensors)} tensors, {', '.join(bad[:4])}")
 
 
 def same_form(got: Result, eager: Result) -> None:

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.schedule.bench import Calls, Runs, Shape, _measure, largest_batch, shape_benchmark, sweep, sweep_order
+from graphopt.schedule.costmodel import CostFit
 from graphopt.schedule.fitting import fit_cost, fit_memory
 from graphopt.schedule.shapes import ShapeTable
 from graphopt.schedule.symbolic import SymbolicCost, symbol
@@ -310,3 +311,43 @@ def test_slowest_rank_counts_and_oom_on_one_rank_is_oom_on_all(tmp_path):
 
 def test_shape_tuple():
     assert Shape(2, 3, 4, 5).S == 60
+
+
+def waves(b, s):
+    """A cost whose matrix products run in waves of 40 tiles of 256 rows."""
+    return 4e-3 + b * 1.5e-10 * s * s + 2.8e-6 * 256 * 40 * np.ceil(b * s / 256 / 40)
+
+
+def test_anchors_take_measured_sizes_as_they_are_and_the_form_between():
+    measured = [{"B": b, "T": 1, "H": 1, "W": s, "L": 512, "seconds": float(waves(b, s))}
+                for s in (256, 1000, 4096, 14_400, 20_280, 23_400, 26_520, 30_400, 32_760) for b in (1, 2, 4) if b * s <= 32_760]  # fmt: skip
+    plain, anchored = fit_cost(measured, refuse=False), fit_cost(measured, anchored=True, refuse=False)
+    assert anchored.coefficients == plain.coefficients
+    assert (anchored.mape, anchored.r2) == (plain.mape, plain.r2)  # the quality stated is the form's
+    assert [a[0] for a in anchored.anchors] == sorted({r["W"] for r in measured if r["seconds"] > anchored.floor_s * 1.05})
+    table = ShapeTable.of([[1, 1, r["W"], 512] for r in measured])
+    batch, seconds = np.array([r["B"] for r in measured]), np.array([r["seconds"] for r in measured])
+    error = lambda fit: np.abs(fit.seconds(table, np.arange(len(batch)), batch) / seconds - 1)
+    alone = np.array([sum(q["W"] == r["W"] for q in measured) == 1 for r in measured])
+    assert error(anchored)[alone].max() < 1e-9
+    assert error(anchored).mean() < 0.75 * error(plain).mean()  # several B of one S are affine, waves are not
+    # halfway between two sizes: the form's value times the mean of their ratios
+    s = round((14_400 * 20_280) ** 0.5)
+    between = ShapeTable.of([[1, 1, s, 512]])
+    at = {a[0]: a[2] for a in anchored.anchors}
+    ratio = anchored.affine(between)[1] / plain.affine(between)[1]
+    assert np.isclose(ratio, (at[14_400] + at[20_280]) / 2, rtol=1e-4)
+    outside = ShapeTable.of([[1, 1, 65_000, 512]])
+    assert np.isclose(anchored.affine(outside)[1] / plain.affine(outside)[1], at[32_760])
+    again = CostFit.of(json.loads(json.dumps(anchored.to_json())))
+    np.testing.assert_array_equal(again.affine(table), anchored.affine(table))
+    assert "anchored at" in again.describe()
+
+
+def test_anchors_of_a_noisy_sweep_stay_near_the_form():
+    fit = fit_cost(runs(truth, noise=0.02), anchored=True)
+    assert [a[0] for a in fit.anchors] == TOKENS.tolist()
+    ratios = np.array(fit.anchors)[:, 1:]
+    assert ratios.min() > 0.2
+    long = np.array(fit.anchors)[-4:, 2]
+    assert np.abs(long - 1).max() < 0.08

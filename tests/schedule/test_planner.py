@@ -315,6 +315,8 @@ def test_steps_stay_alike_where_they_can_be_level():
         ({"m_mem": None}, "needs a memory limit"),
         ({"m_mem": -1}, "m_mem must be positive"),
         ({"microbatches": 2}, "each rank has its own number"),
+        ({"microbatches": 0.5, "policy": "equal_token"}, "at least 1"),
+        ({"microbatches": 2.5, "sync": "microbatch"}, "whole number"),
         ({"policy": "adaptive_load"}, "needs m_comp"),
         ({"only": np.array([99])}, "only holds row 99"),
         ({"sp_efficiency": 1.5}, "sp_efficiency"),
@@ -323,6 +325,22 @@ def test_steps_stay_alike_where_they_can_be_level():
 def test_options_that_cannot_be_used(change, message):
     with pytest.raises(ConfigError, match=message):
         plan_batches(Samples.of_tokens([1000] * 8), FIT, **{"ranks": 2, "m_mem": 4000, **change})
+
+
+@pytest.mark.parametrize("tail", ["carry", "pad", "drop"])
+@pytest.mark.parametrize("mean", [1.0, 1.6347, 2.0, 2.5])
+def test_a_mean_number_of_microbatches(mean, tail):
+    samples = Samples.of_tokens([1000, 700, 300] * 67)
+    plan = plan_batches(samples, FIT, ranks=2, m_mem=1000, policy="equal_token", microbatches=mean, tail=tail)
+    count = np.zeros((len(plan), 2), int)
+    np.add.at(count, (plan.column("step"), plan.column("rank")), 1)
+    np.testing.assert_array_equal(count, np.diff(np.floor(np.arange(len(plan) + 1) * mean + 1e-9))[:, None].repeat(2, 1))
+    np.testing.assert_array_equal(plan.column("microbatches"), count[plan.column("step"), plan.column("rank")])
+    ids = plan.samples()[0]
+    left = set(plan.carried) | set(plan.dropped)
+    assert len(ids) == len(samples) - len(left) + len(plan.repeated)
+    assert set(ids.tolist()) | left == set(range(len(samples)))
+    assert (len(left) > 0) <= (tail != "pad")
 
 
 def test_small_tau_is_warned_about():

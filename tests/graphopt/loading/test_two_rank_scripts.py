@@ -34,11 +34,12 @@ def test_one_against_three_microbatches_of_a_rewritten_wan_block(tmp_path):
 @pytest.mark.nightly
 def test_every_policy_in_a_real_loop(tmp_path):
     done = torchrun("schedule_step.py", "--machine=here", "--layers=1", "--width=128", "--text-dim=32", "--shrink=12",
-                    "--system=aot_eager", "--budget=60", "--shapes=4", "--steps=4", "--workers=1", "--plan-ranks=4",
-                    "--speed-calls=3", "--speeds", "--out", str(tmp_path))  # fmt: skip
+                    "--system=aot_eager", "--budget=60", "--shapes=4", "--sizes=4", "--steps=4,3", "--tau=1.3,2",
+                    "--workers=1", "--plan-ranks=4", "--speed-calls=3", "--speeds", "--out", str(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path)
-    measured = {r["policy"]: r for r in found if r["mode"] == "measured"}
+    assert {(r["tau"], len(r["step_s"])) for r in found if r["mode"] == "measured"} == {(1.3, 4), (2, 3)}
+    measured = {r["policy"]: r for r in found if r["mode"] == "measured" and r["tau"] == 1.3}
     assert set(measured) == {"step_balanced", "equal_token", "adaptive_load"}
     for r in measured.values():
         assert (r["oom"], r["ranks"]) == (0, 2)
@@ -46,9 +47,15 @@ def test_every_policy_in_a_real_loop(tmp_path):
         assert len(r["step_s"]) == len(r["predicted_s"]) == 4
         assert [len(x) for x in r["busy_s"]] == [4, 4]
         assert r["graphs"] <= 4
-        assert {"gain_over_equal_token", "zero_bubble_gain", "zero_bubble_gain_steps"} <= set(r)
+        assert {"gain_over_equal_token", "zero_bubble_gain", "zero_bubble_gain_steps", "share_interval"} <= set(r)
+        assert sum(n for *_, n, _ in r["microbatch_s"]) >= 8  # of both ranks, at least one a step
+        assert r["gain_interval"][0] <= r["gain_over_equal_token"] <= r["gain_interval"][1]
     assert measured["equal_token"]["gain_over_equal_token"] == 0
-    assert {r["policy"] for r in found if r["ranks"] == 4} == set(measured)
+    # the same global batch over the whole plan, to the last samples of the epoch, if it is one microbatch or more
+    batch = measured["step_balanced"]["plan_tokens_per_step"]
+    for r in (measured["equal_token"], measured["adaptive_load"]):
+        assert abs(r["plan_tokens_per_step"] / batch - 1) < 0.02 or r["microbatches"] == 1
+    assert {(r["policy"], r["tau"]) for r in found if r["ranks"] == 4} == {(p, t) for p in measured for t in (1.3, 2)}
     again = [sys.executable, str(BENCHMARKS / "schedule_step.py"), "--plans-from", str(tmp_path / "schedule.json"), "--plan-ranks=2"]
     subprocess.run(again, check=True)
     assert {r["policy"] for r in rows(tmp_path) if r["mode"] == "simulated with the fit" and r["ranks"] == 2} == set(measured)
