@@ -69,7 +69,9 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
     yield "tiles", "rounding of dy", lambda: L.narrow(dy, x.dtype, "tiles")
     yield "tiles", "sums of parts", lambda: L.add(parts[1], parts[0], low["tiles"][1], weight, bias, matrix)
     yield "tiles", "transposed convolution alone", lambda: L.tile("head_backward_input", (du, weight, dx), x, grid)
-    yield "tiles", "weight gradient alone", lambda: L.tile("head_weight", (du, x, parts[1]), x, grid)
+    gradient = lambda: L.tile("head_weight", (du, x, parts[1]), x, grid)
+    yield "tiles", "weight gradient alone", gradient
+    yield "tiles", "weight gradient alone, 128 registers", cut("REGISTERS", {"head_weight": 128}, gradient)
     for w in FORWARDS:
         yield "walks", f"convolution {w}", cut("FORWARD", w, lambda: L.convolve(x, weight, bias, u, grid, "walks"))
     for w in BACKWARDS:

@@ -66,6 +66,7 @@ TILE_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_prod
 NARROW = Product(64, 64, 4, 1, 264)
 WARPS = head_products.WARPS
 CHANNELS_AT_ONCE = 2 * head_tiles.WORDS
+REGISTERS: dict[str, int] = {}  # of a thread, by kernel, where the compiler's choice is not taken
 FUSED = True  # the transposed convolution and the weight gradient in one kernel
 
 
@@ -162,7 +163,8 @@ def _tile_arguments(kernel: str, tensors: tuple[Tensor, ...], x: Tensor,
     bw, across, _ = blocks_across(*grid[1:])
     strides = [] if kernel == "head_backward_input" else [x.stride(0) // 2, x.stride(1) // 2]
     return [*tensors, *grid, bw, across, *strides, x.shape[-1], head_tiles.WORDS, x.dtype == torch.float16,
-            uses_ptx()], {"num_warps": head_tiles.WORDS, "num_stages": 1}
+            uses_ptx()], {"num_warps": head_tiles.WORDS, "num_stages": 1,
+                          **({"maxnreg": REGISTERS[kernel]} if kernel in REGISTERS else {})}
 
 
 def tile(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:

@@ -110,10 +110,10 @@ def _bands(flip: bool) -> list[str]:
 def _convolve(before: str, here: str, after: str, start: str) -> list[str]:
     """`y`: words [256 tokens, NW] of a plane from the fragments of three."""
     lines = []
-    for n in PAIR:
-        for r in range(ROWS):
-            to = ", ".join(f"s{n}{r}_{i}" for i in range(4))
-            for i in range(9):
+    for i in range(9):  # four sums in turn: each product waits for the one before in its own
+        for n in PAIR:
+            for r in range(ROWS):
+                to = ", ".join(f"s{n}{r}_{k}" for k in range(4))
                 of = f"{(before, here, after)[i // 3]}{n}{r + i % 3}"
                 plus = to if i else ", ".join([start.format(n)] * 4)
                 lines.append(f"{to} = multiply_8({of}_0, {of}_1, w{n}{i}, {plus}, HALF, PTX)")
