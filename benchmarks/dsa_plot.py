@@ -45,7 +45,7 @@ def crossover(ours: Line, dense: Line) -> float | None:
 
 def draw(rows: list[dict[str, Any]]) -> plt.Figure:
     """Forward and backward side by side."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True)
     for axis, direction in zip(axes, ("forward", "backward")):
         lines = series(rows, direction, [3, 7, 7])
         for name, (label, colour) in NAMES.items():
@@ -66,7 +66,7 @@ def draw(rows: list[dict[str, Any]]) -> plt.Figure:
         axis.set_title(f"{direction}, 12 heads x 128, window 3 x 7 x 7, bf16", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e5e5e5", linewidth=0.7)
-        axis.legend(fontsize=7, frameon=False)
+        axis.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     axes[0].set_ylabel("ms")
     return figure
 

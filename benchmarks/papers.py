@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -52,9 +52,8 @@ def saved_bytes(f: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> in
     return sum(storages.values())
 
 
-def norm() -> list[dict]:
+def norm() -> Iterator[dict]:
     """Times and saved bytes of both, per width."""
-    rows = []
     for D in (1536, 3072, 5120):
         new = lambda *shape: torch.randn(*shape, device="cuda")
         x = new(1, 64000, D).bfloat16().requires_grad_()
@@ -67,13 +66,11 @@ def norm() -> list[dict]:
             y = f(x, scale, shift)
             backward = lambda y=y: torch.autograd.grad(y, (x, scale, shift), dy, retain_graph=True)
             with torch.no_grad():
-                rows.append(dict(figure="norm", system=system, shape=[1, 64000, D], direction="forward",
-                                 us=microseconds(lambda f=f: f(x, scale, shift))))
-            rows.append(dict(figure="norm", system=system, shape=[1, 64000, D], direction="backward",
-                             us=microseconds(backward), saved_bytes=saved_bytes(lambda f=f: f(x, scale, shift), [x])))
-            print(rows[-2], rows[-1], flush=True)
+                yield dict(figure="norm", system=system, shape=[1, 64000, D], direction="forward",
+                           us=microseconds(lambda f=f: f(x, scale, shift)))
+            yield dict(figure="norm", system=system, shape=[1, 64000, D], direction="backward",
+                       us=microseconds(backward), saved_bytes=saved_bytes(lambda f=f: f(x, scale, shift), [x]))
             del y, backward
-    return rows
 
 
 def peak(f: Callable, model: torch.nn.Module, T: int) -> float | None:
@@ -93,7 +90,7 @@ def peak(f: Callable, model: torch.nn.Module, T: int) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def longest(most: int = 128) -> list[dict]:
+def longest(most: int = 64) -> Iterator[dict]:
     """Frames by bisection: a peak grows with T."""
     from step_models import build
 
@@ -101,9 +98,9 @@ def longest(most: int = 128) -> list[dict]:
     frames = round(48000 / (H * W))
     budget = peak(model, model, frames)
     assert budget is not None
-    rows = [dict(figure="longest", system="eager", shape=[frames, H, W], tokens=frames * H * W, peak_gib=budget,
-                 budget_gib=budget)]
-    for system in ("inductor_no_mix_order", "graphopt"):
+    row = dict(figure="longest", system="eager", shape=[frames, H, W], tokens=frames * H * W, peak_gib=budget)
+    yield row | {"budget_gib": budget}
+    for system in ("graphopt", "inductor_no_mix_order"):
         torch._dynamo.reset()
         options = {"triton.mix_order_reduction": False}
         f = (torch.compile(model, backend="graphopt", dynamic=True) if system == "graphopt"
@@ -113,14 +110,13 @@ def longest(most: int = 128) -> list[dict]:
         while high - low > 1:
             middle = (low + high) // 2
             found = peak(f, model, middle)
+            print(f"{system} {middle} frames: {found}, budget {budget:.2f} GiB", flush=True)
             if found is not None and found <= budget:
                 low, at = middle, found
             else:
                 high = middle
-        rows.append(dict(figure="longest", system=system, shape=[low, H, W], tokens=low * H * W, peak_gib=at,
-                         budget_gib=budget))
-        print(rows[-1], flush=True)
-    return rows
+        yield dict(figure="longest", system=system, shape=[low, H, W], tokens=low * H * W, peak_gib=at,
+                   budget_gib=budget)
 
 
 def main() -> None:
@@ -131,7 +127,9 @@ def main() -> None:
     args = parser.parse_args()
     ceilings = {"copy_tb_per_s": copy_tb_per_s()}
     for part in args.parts or ["norm", "longest"]:
-        save("papers", {"norm": norm, "longest": longest}[part](), KEYS, ceilings, args.out)
+        for row in {"norm": norm, "longest": longest}[part]():
+            print(row, flush=True)
+            save("papers", [row], KEYS, ceilings, args.out)
 
 
 if __name__ == "__main__":

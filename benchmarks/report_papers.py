@@ -101,7 +101,8 @@ def correlation(results: Rows) -> str:
     if len(runs) < 5:
         return MISSING
     seconds = [r["seconds"] for r in runs]
-    by = {"B*S": [r["B"] * r["S"] for r in runs], "B*S^2": [r["B"] * r["S"] ** 2 for r in runs]}
+    by = {"`B*S`": [r["B"] * r["S"] for r in runs], "`S^2`": [r["S"] ** 2 for r in runs],
+          "`B*S^2`": [r["B"] * r["S"] ** 2 for r in runs]}
     return ", ".join(f"R = {statistics.correlation(x, seconds):.2f} with {name}" for name, x in by.items()) + (
         f" over {len(runs)} shapes (their range decides it)")
 
@@ -113,28 +114,54 @@ def same_loss(results: Rows) -> str:
     return ", ".join(parts) or MISSING
 
 
-def frames(results: Rows) -> str:
-    """The largest clip at 1080p of the three systems."""
-    parts = [f"{r['system']}: {r['frames']} frames ({r['peak_gib']:.0f} GiB, {r['step_s']:.1f} s a step)"
-             for _, r in results.rows("papers", figure="frames")]
-    return ", ".join(parts) or MISSING
+SYSTEMS = {"resident": "resident dense", "resident_checkpointed": "resident dense, blocks recomputed",
+           "streamed": "streamed dense", "streamed_dsa": "streamed + DSA"}
+
+
+def clips(results: Rows) -> str:
+    """The largest clip at 1080p of each system, and the first that ran out of memory."""
+    parts = []
+    for system, name in SYSTEMS.items():
+        rows = sorted((r for _, r in results.rows("papers", figure="clip", system=system)), key=lambda r: r["frames"])
+        fitting, failed = [r for r in rows if r["fits"]], [r for r in rows if not r["fits"]]
+        if fitting:
+            r = fitting[-1]
+            end = f"{failed[0]['frames']} out of memory" if failed else "its limit was not reached"
+            parts.append(f"{name}: {r['frames']} frames ({r['tokens']:,} tokens, {r['step_s']:.1f} s a step, "
+                         f"{r['peak_gib']:.0f} GiB, host {r['host_gib']:.0f} GiB; {end})")
+    if not parts:
+        return MISSING
+    size = next(r for _, r in results.rows("papers", figure="clip"))
+    return (f"{size['layers']} layers of a 105 B model's width ({size['params_b']:.1f} B parameters): "
+            + "; ".join(parts))
+
+
+def clip_steps(results: Rows) -> str:
+    """Seconds of a dense and of a sliding step at the largest clip that both ran."""
+    by = {s: {r["frames"]: r for _, r in results.rows("papers", figure="clip", system=s) if r["fits"]}
+          for s in ("streamed", "streamed_dsa")}
+    both = sorted(set(by["streamed"]) & set(by["streamed_dsa"]))
+    if not both:
+        return MISSING
+    dense, sliding = by["streamed"][both[-1]], by["streamed_dsa"][both[-1]]
+    return (f"{dense['step_s'] / sliding['step_s']:.1f}x at {both[-1]} frames ({dense['step_s']:.1f} to "
+            f"{sliding['step_s']:.1f} s, {dense['peak_gib']:.0f} and {sliding['peak_gib']:.0f} GiB)")
 
 
 def mfu(results: Rows) -> str:
-    """MFU of streamed steps, with and without overlap."""
-    parts = [f"{100 * r['mfu']:.0f} % {r['system']} {r.get('update') or ''} at {r['tokens']:,} tokens"
-             for _, r in results.rows("stream") if r.get("mfu")]
-    return ", ".join(parts) or MISSING
+    """MFU of the second paper's three set-ups."""
+    parts: dict[int, list[str]] = {}
+    for _, r in results.rows("papers", figure="mfu"):
+        order = f", {r['direction']}" if r["system"] == "prefetch" else ""
+        parts.setdefault(r["tokens"], []).append(f"{100 * r['mfu']:.0f} % {r['system']}{order}")
+    return "; ".join(f"{tokens:,} tokens: " + ", ".join(found) for tokens, found in sorted(parts.items())) or MISSING
 
 
 def overlap(results: Rows) -> str:
-    """Forward with overlap against forward without; with deferred and priority the update runs under the forward."""
-    serial = {(r["params_b"], r["tokens"]): r for _, r in results.rows("stream", overlap=False) if r.get("forward_ms")}
-    parts = []
-    for _, r in results.rows("stream", overlap=True):
-        other = serial.get((r["params_b"], r["tokens"]))
-        if other and r.get("forward_ms"):
-            parts.append(f"{other['forward_ms'] / r['forward_ms']:.2f}x {r['update']}")
+    """Forward with overlap against forward on one stream, by size."""
+    by = {(r["params_b"], r["system"]): r for _, r in results.rows("papers", figure="forward")}
+    parts = [f"{by[size, 'serial']['forward_ms'] / r['forward_ms']:.2f}x at {size:.1f} B"
+             for (size, system), r in sorted(by.items()) if system == "asynchronous" and (size, "serial") in by]
     return ", ".join(parts) or MISSING
 
 
@@ -151,11 +178,12 @@ TABLES: dict[str, list[tuple[str, str, Callable[[Rows], str]]]] = {
         ("CV of compute load over ranks", "39 -> 18.9 %",
          lambda r: simulated(r, "load_cv_before", "load_cv_after", False)),
         ("CV of step time", "18.7 -> 10.4 %", lambda r: simulated(r, "step_cv_before", "step_cv_after", False)),
-        ("correlation of step time", "0.35 with B*S, 0.92 with S^2", correlation),
+        ("correlation of step time", "0.35 with `B*S`, 0.92 with `S^2`", correlation),
         ("loss curve", "identical", same_loss),
     ],
     "MegaSlide-DiT": [
-        ("largest clip at 1080p", "256 frames at 115 GB, dense out of memory at 64", frames),
+        ("largest clip at 1080p", "256 frames at 115 GB, dense out of memory at 64", clips),
+        ("a dense step over a sliding one", "-", clip_steps),
         ("MFU", "61 % with prefetch, 28 % without, 15 % with the optimizer on the GPU", mfu),
         ("forward, asynchronous over serial", "2.11x at 28.4 B", overlap),
     ],

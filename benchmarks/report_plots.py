@@ -72,7 +72,7 @@ def step(rows: list[dict], path: Path) -> None:
         axis.set_title(f"{title}, Inductor (mix-order off) = 1", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(np.arange(len(names)), [f"{m} {g}, B={b}, {n} layers" for m, g, b, n in names], fontsize=8)
-    axes[1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes[1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.1, 1))
     _save(figure, path)
 
 

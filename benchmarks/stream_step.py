@@ -4,8 +4,8 @@
                                      [--updates deferred,priority,in_backward,serial] [--timeline FOLDER]
 
 Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
-compute); then each update order ("priority@20": with 20 threads).  "serial": one stream for kernels and copies, the
-update at the end of the step.
+compute); then each update order ("priority@20": with 20 threads, "priority+graphs": with CUDA graphs per class of
+layers).  "serial": one stream for kernels and copies, the update at the end of the step.
 bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
@@ -31,7 +31,7 @@ WIDTHS = {
     "14b": dict(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824, text_dim=4096, freq_dim=256),
     "tiny": dict(num_attention_heads=2, attention_head_dim=24, ffn_dim=64, text_dim=32, freq_dim=32),
 }
-KEYS = ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads")
+KEYS = ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads", "graphs")
 GPU = torch.cuda.is_available()
 
 
@@ -188,7 +188,8 @@ def main() -> None:
     rate = dict.fromkeys(("h2d", "d2h", "adamw"), float("nan"))
     if a.rates_seconds:
         rate = measure.host_rates(device, a.rates_seconds, elements=min(first.elements, measure.ELEMENTS))
-    say("GB/s: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()))
+    rates = measure.rates(device, host=rate) if a.rates_seconds else None
+    say("GB/s: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()), rates or "")
     opt = None
     for grid, name in grids.items():
         kw, tokens = inputs(grid, WIDTHS[a.width]["text_dim"]), grid[0] * grid[1] * grid[2]
@@ -211,12 +212,11 @@ def main() -> None:
         engine.optimizer = weakref.ref(opt)
         if GPU:
             torch.cuda.empty_cache()
-        plan = graphopt.stream_plan(model, tokens, slots=a.slots, update="priority")
-        say(f"plan: host {plan.host_bytes / 2**30:.2f} GiB, device {plan.device_bytes / 2**30:.2f} GiB and activations")
         bound = bounds(engine, rate, a.slots, r, f)
         say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
         for update in a.updates.split(","):
-            kind, _, threads = update.partition("@")
+            kind, _, threads = update.removesuffix("+graphs").partition("@")
+            engine.replays.set("on" if update.endswith("+graphs") else "off")
             serial = kind == "serial"
             opt.update = "deferred" if serial else kind
             opt.updates.kernel = kernel_of("auto", engine.link, int(threads) if threads else a.threads)
@@ -224,25 +224,34 @@ def main() -> None:
             engine.set_slots(1 if serial else a.slots)
             engine.link.overlap(not serial)
             driver = Serial(opt) if serial else opt
+            pictured = a.timeline is not None and (tokens < 20000 or update == a.updates.split(",")[0])
+            plan = graphopt.stream_plan(model, tokens, slots=a.slots, update=opt.update, rates=rates)
             try:
-                row = order(model, step, kw, engine, driver, opt, a, f"{tokens}-{update}", n, warm, say)
+                row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
+                            f"{tokens}-{update}", n, warm, say)
             except Exception as error:  # the other orders are still worth measuring
                 say(f"{name} {update} FAILED: {type(error).__name__}: {error}")
                 continue
             finally:
                 engine.link.overlap(True)
             say(f"{name} {update}: bound {bound[kind]:.1f}, rho {bound[kind] / row['step_ms']:.3f}, "
-                f"x{row['step_ms'] / r:.3f} resident")
+                f"x{row['step_ms'] / r:.3f} resident; planned {1e3 * plan.step_s:.1f} ms, "
+                f"peak {plan.peak_bytes / 2**30:.3f} GiB, host {plan.host_bytes / 2**30:.2f} GiB")
+            number = lambda x: x if x == x else None
             row |= dict(params_b=round(params, 3), tokens=tokens, system="serial" if serial else "graphopt",
                         update=opt.update, overlap=not serial, slots=1 if serial else a.slots, resident=a.resident,
-                        layers=a.layers, width=a.width, resident_ms=r, bound_ms=bound[kind],
-                        rho=bound[kind] / row["step_ms"], host_gib=engine.store.arena.nbytes / 2**30,
+                        layers=a.layers, width=a.width, resident_ms=number(r), bound_ms=number(bound[kind]),
+                        rho=number(bound[kind] / row["step_ms"]), host_gib=engine.store.arena.nbytes / 2**30,
                         plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
+                        plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
+                        graphs=engine.replays.recorded or None,
                         threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
             save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 
 
-def order(model, step, kw: dict, engine, driver, opt, a, label: str, n: int, warm: int, say) -> dict:
+def order(
+    model, step, kw: dict, engine, driver, opt, timeline: Path | None, label: str, n: int, warm: int, say
+) -> dict:
     """Steps in one order of the update: what was measured."""
     if GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -255,13 +264,13 @@ def order(model, step, kw: dict, engine, driver, opt, a, label: str, n: int, war
         f"peak {peak:.2f} GiB, AdamW {1e3 * (opt.updates.worked - worked) / n:.0f} ms and host waits "
         f"{1e3 * (engine.ring.waited - waited) / n:.0f} ms a step, misses {engine.ring.misses - misses}, "
         f"losses {losses[0]:.5f} {losses[-1]:.5f}")
-    if a.timeline is not None:
-        a.timeline.mkdir(parents=True, exist_ok=True)
+    if timeline is not None:
+        timeline.mkdir(parents=True, exist_ok=True)
         steps(step, kw, driver, 1, 0)
         with graphopt.stream_timeline(model) as line:
             steps(step, kw, driver, 2, 0)
-        line.save(a.timeline / f"{label}.json")
-        line.save(a.timeline / f"{label}.html", f"Two steps, {label}")
+        line.save(timeline / f"{label}.json")
+        line.save(timeline / f"{label}.html", f"Two steps, {label}")
         bytes_up, elements = sum(x.nbytes for x in engine.store.layers), sum(x.elements for x in engine.store.layers)
         count = len(engine.store.layers)
         ups = sum(s.track == "upload" for s in line.spans)
@@ -270,7 +279,8 @@ def order(model, step, kw: dict, engine, driver, opt, a, label: str, n: int, war
             f"{2 * 26 * elements / busy(line.spans, 'cpu') / 1e9:.1f} GB/s, uploads "
             f"{ups * bytes_up / count / max(1e-9, busy(line.spans, 'upload')) / 1e9:.1f} GB/s")
         print(line, flush=True)
-    return dict(forward_ms=statistics.median(forward), step_ms=ms, peak_gib=peak)
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if GPU else 0.0
+    return dict(forward_ms=statistics.median(forward), step_ms=ms, peak_gib=peak, reserved_gib=reserved)
 
 
 if __name__ == "__main__":

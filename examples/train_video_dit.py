@@ -65,7 +65,8 @@ def build(o: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     """The model with its options, compiled in place (parameters keep diffusers' names), not yet wrapped."""
     torch.manual_seed(o.seed)
     found = WanTransformer3DModel.from_pretrained(o.pretrained, subfolder="transformer") if o.pretrained else None
-    model = (found or WanTransformer3DModel(**SIZES[o.size])).train()
+    layers = {"num_layers": o.layers} if o.layers else {}
+    model = (found or WanTransformer3DModel(**SIZES[o.size] | layers)).train()
     if o.lora:
         from peft import LoraConfig
         model.requires_grad_(False)
@@ -104,6 +105,7 @@ def arguments() -> argparse.Namespace:
     add("--data", type=Path, help="folder with manifest.parquet; default: OUT/data")
     add("--make-data", type=int, metavar="N", help="write N synthetic samples there first")
     add("--size", choices=SIZES, default="tiny", help="of a new model")
+    add("--layers", type=int, help="fewer of them than that size has, to try things")
     add("--pretrained", help="start from a diffusers checkpoint (folder or hub id)")
     add("--plan", type=Path, help="made by `graphopt plan`; default: planned here from a guessed cost, by the next two")
     add("--tokens", type=int, default=32760, help="most latent tokens of a microbatch (memory)")
@@ -136,7 +138,6 @@ def main() -> None:
         accelerator = Accelerator(mixed_precision="bf16" if o.bf16 else "no", cpu=device.type == "cpu")
     elif world > 1:
         dist.init_process_group(device_id=device if device.type == "cuda" else None)
-
     manifest, plan = (o.data or o.out / "data") / "manifest.parquet", o.plan or o.out / "plan"
     about = {k: getattr(o, k) for k in ("size", "pretrained", "seed", "stream", "lora", "dsa")}
     saved = graphopt.Checkpoints(o.out / "checkpoints", about=about, frozen=not o.lora)
@@ -158,7 +159,6 @@ def main() -> None:
     model, opt, backward = bare, adamw, torch.Tensor.backward
     if accelerator:  # prepare() takes a closed list of compilers, so build() has compiled before
         (model, opt), backward = accelerator.prepare(bare, adamw), accelerator.backward
-
     step = saved.restore(bare, adamw, loader, resume=o.resume, replan=o.replan)
     log, loss, begin = graphopt.MetricsLog(o.out, step, total=o.steps, enabled=rank == 0), 0.0, time.time()
     while step < o.steps:

@@ -18,10 +18,18 @@ import torch
 from torch import fx
 
 from graphopt import _compat, _compat_capture, reporting
-from graphopt.codegen import operators
+from graphopt.codegen import landing, operators
 from graphopt.config import Config, parse
 from graphopt.errors import GraphoptError, RewriteError, RuleError, StreamError
-from graphopt.passes import catalogue, column_sums, freeing_order, gradient_addends, pipeline, reuse_gradients
+from graphopt.passes import (
+    catalogue,
+    column_sums,
+    freeing_order,
+    gradient_addends,
+    land_gradients,
+    pipeline,
+    reuse_gradients,
+)
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
 from graphopt.passes.lower_video_attention import LowerVideoAttention, MatchGlobalAttention, has_mark
@@ -138,23 +146,30 @@ def slides(gm: fx.GraphModule, config: Config) -> bool:
     return config.dsa is not None or has_mark(gm)
 
 
-def with_order(inductor_options: dict[str, Any], config: Config, sites: list[Site]) -> dict[str, Any]:
+def with_order(
+    inductor_options: dict[str, Any], config: Config, sites: list[Site], lands: bool = False
+) -> dict[str, Any]:
     """Inductor's options for a graph where sites were rewritten: matmuls are put into the order that frees early, and
     kernels write gradients over gradients that die; where asked for, sums of gradients first go into the kernels that
-    read or make them."""
-    if config.compiler != "inductor" or not any(site.status == "rewritten" for site in sites):
+    read or make them.  lands: gradients of weights are written where a streamed model wants them."""
+    fused = any(site.status == "rewritten" for site in sites)
+    if config.compiler != "inductor" or not (fused or lands):
         return inductor_options
     late = [m for m in (gradient_addends, column_sums) if _name(m) in experimental(config)]
     reuses = "reuse_gradients" not in config.disable
 
     def change(graph: fx.Graph) -> None:
-        for module in late:
-            module.fold(graph)
-        freeing_order.free_early(graph)
-        if reuses:
-            reuse_gradients.reuse(graph)
+        if fused:
+            for module in late:
+                module.fold(graph)
+            freeing_order.free_early(graph)
+            if reuses:
+                reuse_gradients.reuse(graph)
+        if lands:
+            land_gradients.land(graph)
 
-    names = ([(_name(m), version(m)) for m in (*late, freeing_order, reuse_gradients)], reuses, operators.source_hash())
+    used = (*late, freeing_order, reuse_gradients, *([land_gradients, landing] if lands else []))
+    names = ([(_name(m), version(m)) for m in used], fused, reuses, operators.source_hash())
     order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
     return {**inductor_options, _compat.POST_GRAD: order}
 
@@ -180,7 +195,7 @@ def hand_over(
     return _compat.named_backend(config.compiler)(gm, example_inputs)
 
 
-Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Compile = Callable[..., Callable[..., Any]]  # graph, inputs, lands (see with_order)
 
 
 def streamed(example_inputs: list[Any]) -> Any | None:
@@ -238,8 +253,11 @@ def by_part(config: Config, inductor_options: dict[str, Any], record: reporting.
     def one(part: fx.GraphModule) -> tuple[fx.GraphModule, list[PassRecord], Compile]:
         of_part = reporting.GraphRecord(record.compile_id, [], notes=record.notes)
         rewritten = rewrite(part, config, of_part)
-        options = with_order(inductor_options, config, of_part.sites)
-        return rewritten, of_part.passes, lambda graph, inputs: hand_over(graph, inputs, config, options)
+
+        def compile_one(graph: fx.GraphModule, inputs: list[Any], lands: bool = False) -> Callable[..., Any]:
+            return hand_over(graph, inputs, config, with_order(inductor_options, config, of_part.sites, lands))
+
+        return rewritten, of_part.passes, compile_one
 
     return one
 

@@ -22,7 +22,7 @@ from graphopt.passes.partition import Segment, example
 from graphopt.passes.record import PassRecord
 from graphopt.segments import Step
 
-Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Compile = Callable[..., Callable[..., Any]]
 Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, list[PassRecord], Compile]]
 
 

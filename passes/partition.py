@@ -121,6 +121,7 @@ def partition(gm: fx.GraphModule, layers: Iterable[str], only: str | None = None
     """
     names = set(layers)
     _gather_unpacking(gm.graph)
+    _settle_numbers(gm.graph)
     members = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     segments: list[Segment] = []
     owners = _owners(members, names)
@@ -169,6 +170,25 @@ def _gather_unpacking(graph: fx.Graph) -> None:
                         user.meta.pop("nn_module_stack", None)
 
 
+def _settle_numbers(graph: fx.Graph) -> None:
+    """Put in the value of every number that is made of the model's own (eps, with dynamic=True), which guards it.
+
+    Dynamo passes such a number as a tensor and reads it by `item()`; traced again on its own, a segment's item() is
+    a value that nobody knows.
+    """
+    known: set[Any] = set()
+    for node in list(graph.nodes):
+        value = example(node)
+        if not isinstance(value, torch.SymFloat) or node.op == "placeholder":
+            continue
+        symbols = value.node.expr.free_symbols
+        if node.target == "item" and node.args[0].op == "placeholder":
+            known |= symbols
+        if symbols <= known:
+            node.replace_all_uses_with(float(value))  # type: ignore[arg-type]
+            graph.erase_node(node)
+
+
 def _connect(gm: fx.GraphModule, segments: list[Segment]) -> None:
     owner = {n: s for s in segments for n in s.nodes}
     for s in segments:
@@ -179,7 +199,24 @@ def _connect(gm: fx.GraphModule, segments: list[Segment]) -> None:
                 if outside and i not in seen:
                     seen.add(i)
                     s.inputs.append(i)
+        s.inputs += _sizes(gm, s.inputs)
         s.outputs = [n for n in s.nodes if any(owner.get(u) is not s for u in n.users)]
+
+
+def _sizes(gm: fx.GraphModule, inputs: list[Node]) -> list[Node]:
+    """Arguments of the graph that are symbols which the inputs' sizes are made of and none of them is.
+
+    Tokens of a video are T * (H // 2) * (W // 2): Inductor refuses a graph that gets this size and not T, H and W.
+    """
+    used: set[Any] = set()
+    given: set[Any] = set()
+    for value in map(example, inputs):
+        for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                used |= size.node.expr.free_symbols
+                given |= {size.node.expr} if size.node.expr.is_Symbol else set()
+    arguments = ((n, example(n)) for n in gm.graph.find_nodes(op="placeholder")) if used - given else ()
+    return [n for n, value in arguments if isinstance(value, torch.SymInt) and value.node.expr in used - given]
 
 
 def _check(gm: fx.GraphModule, segment: Segment) -> None:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 # reads and writes of a bf16 [tokens, width] tensor outside products and attention, in the forward and in the backward:
 # fitted on compiled layers of Wan 1.3B on an H200 (docs/streaming.md)
-# and what one layer's recomputation and backward hold at once, in such tensors (fitted on one run: an estimate)
 FORWARD_UNITS = 52
-HELD_UNITS = 35
 BACKWARD_UNITS = 140
+# what one layer's recomputation and backward hold at once: tensors as wide as a token, and as its inner product
+HELD_UNITS = 13.5
+HELD_INNER_UNITS = 3.0
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 

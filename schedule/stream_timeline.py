@@ -17,7 +17,7 @@ from graphopt.schedule.stream_sim import Timeline
 
 TRACKS = ("compute", "upload", "download", "cpu", "launch", "fetch")
 COLOURS = {"forward": "#4878a8", "backward": "#b0563b", "upload": "#5a9c6e", "download": "#a8863f",
-           "optimizer": "#7a5c99", "launch": "#9aa2ab", "wait": "#d8c7c0"}
+           "optimizer": "#7a5c99", "launch": "#9aa2ab", "wait": "#d8c7c0", "glue": "#6d8f8f", "update": "#96789e"}
 WIDTH, ROW, LEFT = 1180, 30, 84
 
 

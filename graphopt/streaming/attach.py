@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.errors import StreamError
-from graphopt.streaming import eager, handles, memory, numa, state
+from graphopt.errors import ConfigError, StreamError
+from graphopt.streaming import eager, handles, memory, numa, replay, state
 from graphopt.streaming.engine import Engine
 from graphopt.streaming.link import Link, link_for
 from graphopt.streaming.store import Entry, HostLayer, HostStore
@@ -26,7 +26,7 @@ FOREIGN = ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module")
 def stream(
     model: nn.Module, device: str | torch.device = "cuda", slots: int | str = 2,
     resident: str | int | Sequence[str] = "auto", *, layers: Sequence[str] | None = None, weights: Any = None,
-    link: Link | None = None,
+    link: Link | None = None, graphs: str = "off",
 ) -> nn.Module:
     """Move the layers' weights of a model to host memory, to be uploaded layer by layer; returns the same model.
 
@@ -42,11 +42,15 @@ def stream(
     layers: names (globs) of the modules that are layers; default: the members of every nn.ModuleList of two and more.
     weights: a safetensors file, several, a folder of them, or a state dict, loaded straight into the host store.
     link: how copies are made (see streaming.link); default: that of the device.
+    graphs: "auto" replays a layer's kernels as CUDA graphs once launching them one by one keeps the GPU waiting; "on"
+    does from the fourth call on, "off" never.  Graphs keep one layer's activations in a memory pool of their own.
     Raises StreamError, and leaves the model as it was, if there are no layers, host memory is too small, another
     system has hooks on the model, or it is distributed.
     """
     target = torch.device(device)
     _refuse(model, slots)
+    if graphs not in replay.MODES:
+        raise ConfigError(f"graphs is {graphs!r}", remedy=f"use one of {', '.join(map(repr, replay.MODES))}")
     planned = plan(model, layers, resident, target)
     streamed = [x for x in planned if not x.resident]
     on_cpu = sum(e.handle.numel() * e.handle.element_size() for x in streamed for e in x.entries
@@ -61,7 +65,8 @@ def stream(
             _move(entry, pool)
     _rest(model, link.device)
     first = 2 if isinstance(slots, str) else slots
-    engine = Engine(store, link, first, [x for x in planned if x.resident], grows=slots == "auto")
+    engine = Engine(store, link, first, [x for x in planned if x.resident], grows=slots == "auto",
+                    graphs="off" if graphs == "auto" and link.device.type != "cuda" else graphs)
     for layer in planned:
         layer.engine = engine
     for entry in (e for x in engine.resident for e in x.entries):

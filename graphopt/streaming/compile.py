@@ -30,7 +30,7 @@ from graphopt.streaming.engine import Engine
 from graphopt.streaming.program import LayerCall, Program
 from graphopt.streaming.store import Entry, HostLayer
 
-Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Compile = Callable[..., Callable[..., Any]]  # graph, inputs, whether gradients land in slabs
 Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, list[PassRecord], Compile]]
 
 
@@ -234,7 +234,7 @@ class _Builder:
 
         train = None
         if torch.is_grad_enabled() and any(outputs):
-            train = compile_one(rewritten, fakes(True))
+            train = compile_one(rewritten, fakes(True), lands=True)
         if train is not None and random:
             forward = train  # the same kernels, so that the recomputation draws the same numbers
         else:

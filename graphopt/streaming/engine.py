@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from graphopt.codegen import landing
 from graphopt.errors import StreamError
 from graphopt.passes import stream_graph
 from graphopt.streaming import lockstep
 from graphopt.streaming.gradients import Gradients
 from graphopt.streaming.link import Link
+from graphopt.streaming.replay import Replays
 from graphopt.streaming.ring import Ring
 from graphopt.streaming.store import Entry, HostLayer, HostStore
 
@@ -48,16 +50,19 @@ class Engine:
     """The runtime of one streamed model on one device."""
 
     def __init__(
-        self, store: HostStore, link: Link, slots: int, resident: Sequence[HostLayer] = (), grows: bool = False
+        self, store: HostStore, link: Link, slots: int, resident: Sequence[HostLayer] = (), grows: bool = False,
+        graphs: str = "off",
     ) -> None:
         self.grows = grows  # the ring takes spare memory after the first step
         self.store, self.link, self.resident = store, link, list(resident)
         self.layers = {x.fqn: x for x in (*self.resident, *store.layers)}
         self.ring = Ring(store, link, slots)
+        self.replays = Replays(link, graphs)
         self.gradients = Gradients(store, link)
         self.outstanding = dict.fromkeys(self.layers.values(), 0)
         self.optimizer: Any = None  # weak reference to HostAdamW
         self.spark = torch.zeros((), device=link.device, requires_grad=True)  # makes a layer's node part of a backward
+        self._latest: Any = None  # event after what was launched last
         self.trace: list[tuple[str, str, int, str]] | None = None
         self.program: Any = None  # the latest training program, weakly
         self.frames: dict[str, dict[str, set[str]]] = {}  # layer -> frame -> its parameters that the frame reads
@@ -67,10 +72,10 @@ class Engine:
         if self.trace is not None:
             self.trace.append((what, layer.fqn, slot, phase))
 
-    def span(self, layer: HostLayer, kind: str) -> AbstractContextManager[Any]:
-        """What is queued inside belongs to one layer: noted where a timeline is made."""
+    def span(self, layer: HostLayer | None, kind: str) -> AbstractContextManager[Any]:
+        """What is queued inside belongs to one layer (or is `kind`): noted where a timeline is made."""
         recorder = self.link.recorder
-        return nullcontext() if recorder is None else recorder.computing(layer.fqn, kind)
+        return nullcontext() if recorder is None else recorder.computing(layer.fqn if layer else kind, kind)
 
     def begin(self, program: Any) -> None:
         """A forward starts."""
@@ -86,6 +91,7 @@ class Engine:
         if any(self.outstanding.values()):
             raise StreamError("slots cannot change between a forward and its backward",
                               remedy="change them after step()")
+        self.replays.clear()
         self.ring = Ring(self.store, self.link, slots)
 
     def grow(self) -> None:
@@ -120,11 +126,24 @@ class Engine:
         if layer.resident:
             yield -1, [e.handle.detach() for e in layer.entries]
             return
+        dry, waited = self.link.ready(self._latest), self.ring.waited
         slot = self.ring.acquire(layer)
+        self.replays.launching(dry and waited == self.ring.waited)
         try:
             yield slot.index, self.ring.views(slot, layer)
         finally:
             self.ring.release(slot)
+            self._latest = slot.free
+
+    @contextmanager
+    def landing(self, layer: HostLayer, arguments: Sequence[tuple[str, int]]) -> Iterator[list[torch.Tensor]]:
+        """Products that are gradients of a layer's weights are written into the next slab (which is given)."""
+        if layer.resident or not layer.grad_bytes:
+            yield []
+            return
+        slab, places = self.gradients.next_slab(layer)
+        with landing.into([places[i] if kind == "weight" else None for kind, i in arguments]):
+            yield [slab]
 
     def check_backward(self, layer: HostLayer, ticket: Ticket) -> None:
         """Raise StreamError where a backward cannot be right, before it runs."""

@@ -41,6 +41,7 @@ class Gradients:
         self.slabs = [torch.zeros(size, dtype=torch.uint8, device=link.device) for _ in range(slabs)]
         self.landings = {layer: Landing() for layer in store.layers}
         self.downloads = self.downloaded_bytes = 0
+        self.copied = 0  # gradients that were copied into a slab
         self.keep_norms = True
         self._busy: list[Any] = [None] * slabs
         self._turn = 0
@@ -96,6 +97,11 @@ class Gradients:
         for layer in list(self.open):
             self._close(layer, updates)
 
+    def next_slab(self, layer: HostLayer) -> tuple[torch.Tensor, list[Any]]:
+        """The slab of the next layer that lands, free to be written, and every entry's place in it."""
+        self.link.wait(self._busy[self._turn])
+        return self.slabs[self._turn], self._slab_views(layer, self._turn)
+
     def land(self, layer: HostLayer, found: Sequence[tuple[Entry, torch.Tensor]], updates: Updates | None) -> None:
         """Queue the copy of some of a layer's gradients to the host.
 
@@ -107,12 +113,15 @@ class Gradients:
         landing.fresh = [e for e in landing.fresh if e.handle.grad is not None]
         if not landing.fresh:  # zeroed by whoever set .grad to None
             landing = self.landings[layer] = Landing()
-        slab, turn = self.slabs[self._turn], self._turn
+        turn = self._turn
+        slab, views = self.next_slab(layer)
         self._turn = (turn + 1) % len(self.slabs)
-        self.link.wait(self._busy[turn])
         entries = [e for e, _ in found]
-        views = self._slab_views(layer, turn)
-        _compat.foreach_copy([views[layer.place[e]] for e in entries], [g for _, g in found])
+        # products were written there by the compiled backward
+        away = [(v, g) for e, g in found if not _same(v := views[layer.place[e]], g)]
+        self.copied += len(away)
+        if away:
+            _compat.foreach_copy([v for v, _ in away], [g for _, g in away])
         again = landing.sum is not None or any(e in landing.fresh for e in entries)
         if again:
             landing.norms.clear()
@@ -224,6 +233,10 @@ class Gradients:
             for e in layer.entries:
                 if e.trained:
                     e.handle.grad = None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
 def _part(flat: torch.Tensor, entry: Entry) -> torch.Tensor:

@@ -11,10 +11,13 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
+
+Recording = tuple[Callable[[], None], list[Any]]  # runs it again; where its results are then
 
 
 class Link(Protocol):
@@ -66,6 +69,13 @@ class Link(Protocol):
 
     def thread(self) -> Any:
         """A context for a thread that will queue copies."""
+        ...
+
+    def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
+        """Record what `work` launches: what runs it again, and where its results are then (until the next replay).
+
+        Raises RuntimeError where it cannot be recorded.
+        """
         ...
 
 
@@ -123,6 +133,17 @@ class CpuLink:
     def thread(self) -> Any:
         """See Link."""
         return nullcontext()
+
+    def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
+        """See Link.  What runs again is `work`, into the results of the first run."""
+        results = list(work())
+
+        def replay() -> None:
+            for to, value in zip(results, work()):
+                if isinstance(to, torch.Tensor) and to.data_ptr() != value.data_ptr():
+                    to.copy_(value)
+
+        return replay, results
 
 
 class LateLink(CpuLink):
@@ -207,6 +228,8 @@ class CudaLink:
         self.slow = slow
         self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self._up, self._down = self._streams
+        self._capture: torch.cuda.Stream | None = None
+        self._pool: Any = None
 
     def overlap(self, on: bool) -> None:
         """See Link."""
@@ -274,6 +297,46 @@ class CudaLink:
     def thread(self) -> Any:
         """See Link."""
         return torch.cuda.device(self.device)
+
+    def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
+        """See Link.  One pool of memory for all graphs: a result is valid until the next replay of any of them."""
+        stream = self._capture = self._capture or torch.cuda.Stream(self.device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            # the libraries' workspaces of this thread and stream must not come from the pool
+            a = torch.zeros(16, 16, device=self.device, dtype=torch.bfloat16)
+            torch.nn.functional.linear(a @ a, a, a[0])
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                results = [_Place(r) if isinstance(r, torch.Tensor) else r for r in work()]
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return graph.replay, [r.tensor(self.device) if isinstance(r, _Place) else r for r in results]
+
+
+class _Memory:
+    """Device memory that somebody else owns, as numba's protocol describes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+
+
+class _Place:
+    """Where a tensor is, without holding it: its memory may be used again by what is recorded later."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.address, self.shape, self.stride, self.dtype = t.data_ptr(), t.shape, t.stride(), t.dtype
+        self.nbytes = t.dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))) if t.numel() else 0
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        if not self.nbytes:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        flat = torch.as_tensor(_Memory(self.address, self.nbytes), device=device).view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
 
 
 def link_for(device: torch.device | str) -> Link:

@@ -113,19 +113,22 @@ def host_rates(
     return Bench(link_for(torch.device(device)), elements or ELEMENTS, **settings).all(seconds)
 
 
-def rates(device: str | torch.device = "cuda", seconds: float = 0.4) -> Rates:
+def rates(
+    device: str | torch.device = "cuda", seconds: float = 0.4, host: dict[str, float] | None = None
+) -> Rates:
     """The rates of this box for `stream_plan(model, tokens, rates=...)`; a few seconds, about 3 GB of host memory.
 
     Copies and the optimizer alone; on a GPU also bf16 products, attention forward and backward, and device memory.
+    host: what `host_rates` found, if it has run.
     """
     target = torch.device(device)
-    found = host_rates(target, seconds)
-    host = Rates(h2d=1e9 * found["h2d"], d2h=1e9 * found["d2h"], adamw=1e9 * found["adamw"],
+    found = host or host_rates(target, seconds)
+    known = Rates(h2d=1e9 * found["h2d"], d2h=1e9 * found["d2h"], adamw=1e9 * found["adamw"],
                  origin=f"measured here on {target}")
     if target.type != "cuda":
-        return host
+        return known
     device_rates = _device_rates(target)
-    return replace(host, matmul=device_rates["matmul"], attention=device_rates["attention"],
+    return replace(known, matmul=device_rates["matmul"], attention=device_rates["attention"],
                    attention_backward=device_rates["attention_backward"], memory=device_rates["memory"])
 
 

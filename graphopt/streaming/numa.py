@@ -53,14 +53,26 @@ def cpus_near(node: int | None) -> list[int]:
 
 
 def pool_cpus(device: torch.device) -> list[int]:
-    """The CPUs of the optimizer's threads: those near a device but for the first few.
+    """The CPUs of the optimizer's threads: those near a device but for the first cores.
 
-    These stay for the threads that launch kernels and queue copies: an optimizer thread that shares its CPU with one
-    of them holds up its whole team.
+    These stay for the threads that launch kernels and queue copies: an optimizer thread that shares a core with one of
+    them slows the launches down and holds up its whole team.  CPUs that are threads of one core are spared together.
     """
     near = cpus_near(node_of(device))
-    spared = 4 if len(near) >= 16 else 2 if len(near) > 2 else 0
-    return near[spared:]
+    spare = 4 if len(near) >= 16 else 2 if len(near) > 2 else 0
+    spared: set[int] = set()
+    for cpu in near:
+        if len(spared) < spare:
+            spared |= siblings(cpu)
+    return [c for c in near if c not in spared] or near
+
+
+def siblings(cpu: int) -> frozenset[int]:
+    """The CPUs that share a core with this one (itself among them); only itself where the system does not say."""
+    try:
+        return _cpus((SYS / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()) | {cpu}
+    except (OSError, ValueError):
+        return frozenset({cpu})
 
 
 def prefer(address: int, nbytes: int, node: int | None) -> None:

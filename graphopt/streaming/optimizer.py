@@ -137,7 +137,7 @@ class HostAdamW(torch.optim.Optimizer):
                     self._submit(layer, clip)
         elif self.update == "in_backward":
             self.updates.drain()
-        with torch.no_grad():
+        with torch.no_grad(), self.engine.span(None, "update"):
             self._update_resident(clip)
         self._scale, self._snapshot = None, None
         self._updated.clear()

@@ -207,21 +207,24 @@ def _host(plan: list[HostLayer], ema: float | None, accumulate: int) -> dict[str
 
 
 def _activations(used: list[HostLayer], tokens: int, micro: int) -> dict[str, int]:
-    widest = 0
+    widest = 0.0
     kept = 0
     for x in used:
-        width, size = _width(x)
+        width, inner, size = _width(x)
         kept += tokens * width * size
-        widest = max(widest, width * size)
-    return {"inputs of layers": kept, "one layer": costs.HELD_UNITS * max(1, tokens // micro) * widest}
+        widest = max(widest, (costs.HELD_UNITS * width + costs.HELD_INNER_UNITS * inner) * size)
+    return {"inputs of layers": kept, "one layer": int(max(1, tokens // micro) * widest)}
 
 
-def _width(layer: HostLayer) -> tuple[int, int]:
-    """The length of a token's vector in a layer, and bytes per element."""
+def _width(layer: HostLayer) -> tuple[int, int, int]:
+    """The length of a token's vector in a layer, the longest inside it, and bytes per element."""
     matrices = [e for e in layer.entries if len(e.shape) >= 2]
     if not matrices:
-        return 0, 0
-    return Counter(e.shape[-1] for e in matrices).most_common(1)[0][0], matrices[0].dtype.itemsize
+        return 0, 0, 0
+    # tables are matrices too, and may be kept wider than the products are done in
+    largest = max(matrices, key=lambda e: e.numel)
+    width = Counter(e.shape[-1] for e in matrices).most_common(1)[0][0]
+    return width, max(largest.shape), largest.dtype.itemsize
 
 
 def _device(model: nn.Module, plan: list[HostLayer], slots: int, ema: float | None) -> dict[str, int]:

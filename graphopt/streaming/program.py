@@ -21,6 +21,7 @@ from graphopt.segments import Step
 from graphopt.streaming import lockstep
 from graphopt.streaming.engine import Engine, JointWalk, Walk
 from graphopt.streaming.handles import member_of
+from graphopt.streaming.replay import copied
 from graphopt.streaming.store import Entry, HostLayer
 
 
@@ -150,7 +151,8 @@ class Program:
                 out = run_layer(engine, step.call, forward, backward, inputs)
                 lockstep.turn_over()
             else:
-                out = step.call(*inputs)
+                with engine.span(None, "glue"):
+                    out = step.call(*inputs)
             del inputs
             for i, value in zip(step.outputs, out):
                 values[i] = value
@@ -178,7 +180,9 @@ def _forward(
     state = _random_state(engine.link.device) if keep_random else None
     walk.until(engine, call.index)
     with engine.weights(call.layer) as (slot, weights), torch.no_grad(), engine.span(call.layer, "forward"):
-        out = call.forward(*call.bind(weights, values))
+        out = _replayed_forward(engine, call, weights, values)
+        if out is None:
+            out = call.forward(*call.bind(weights, values))
     engine.log("compute", call.layer, slot, "forward")
     walk.after(engine)
     return out, state
@@ -220,17 +224,66 @@ def _backward(
 ) -> list[torch.Tensor | None]:
     engine.check_backward(call.layer, ticket)
     walk.until(engine, call.index)
-    with engine.weights(call.layer) as (slot, views):
-        weights = [v.detach().requires_grad_(e.trained and e.handle.requires_grad)
-                   for v, e in zip(views, call.layer.entries)]
-        inputs = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values]
-        with engine.span(call.layer, "backward"):
-            found = _gradients(engine, call, weights, inputs, grads, state, autocast)
-            landed = [(e, found.get(id(w))) for e, w in zip(call.layer.entries, weights) if w.requires_grad]
-            engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
+    with (
+        engine.weights(call.layer) as (slot, views), engine.span(call.layer, "backward"),
+        engine.landing(call.layer, call.arguments) as slab,
+    ):
+        found = _replayed_backward(engine, call, views, slab, values, grads, state, autocast)
+        if found is None:
+            found = _differentiate(engine, call, views, values, grads, state, autocast)
+        landed = zip(call.layer.entries, found[len(values):])
+        engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
     engine.log("compute", call.layer, slot, "backward")
     walk.after(engine)
-    return [found.get(id(v)) if isinstance(v, torch.Tensor) else None for v in inputs]
+    return found[:len(values)]
+
+
+def _replayed_forward(
+    engine: Engine, call: LayerCall, weights: Sequence[torch.Tensor], values: Sequence[Any]
+) -> list[Any] | None:
+    """The forward by a recorded graph, if there is one."""
+    if call.random:
+        return None
+    out = engine.replays.run((call.forward, call.arguments), weights, values,
+                             lambda given: call.forward(*call.bind(weights, given)))
+    return None if out is None else [copied(o) for o in out]
+
+
+def _replayed_backward(
+    engine: Engine, call: LayerCall, weights: Sequence[torch.Tensor], slab: list[torch.Tensor], values: list[Any],
+    grads: Sequence[torch.Tensor | None], state: Any, autocast: Any,
+) -> list[torch.Tensor | None] | None:
+    """`_differentiate` by a recorded graph, if there is one.  Gradients of weights are valid until the next replay.
+
+    slab: where gradients may be written, and so part of what is recorded.
+    """
+    if call.random or state is not None:
+        return None
+    n = len(values)
+    needed = [isinstance(v, torch.Tensor) and v.requires_grad for v in values]
+
+    def work(given: Sequence[Any]) -> Sequence[Any]:
+        inputs = [v.detach().requires_grad_() if r else v for v, r in zip(given, needed)]
+        return _differentiate(engine, call, weights, inputs, given[n:], None, autocast)
+
+    trained = tuple(e.trained and e.handle.requires_grad for e in call.layer.entries)
+    found = engine.replays.run((call.train, call.arguments, trained), [*weights, *slab], [*values, *grads], work)
+    if found is None:
+        return None
+    kept = len(found) if call.layer.resident else n  # a resident weight keeps its gradient
+    return [*map(copied, found[:kept]), *found[kept:]]
+
+
+def _differentiate(
+    engine: Engine, call: LayerCall, views: Sequence[torch.Tensor], values: Sequence[Any],
+    grads: Sequence[torch.Tensor | None], state: Any, autocast: Any,
+) -> list[torch.Tensor | None]:
+    """Gradients of a call's values, then of its layer's weights; None where there is none."""
+    weights = [v.detach().requires_grad_(e.trained and e.handle.requires_grad)
+               for v, e in zip(views, call.layer.entries)]
+    inputs = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values]
+    found = _gradients(engine, call, weights, inputs, grads, state, autocast)
+    return [found.get(id(v)) if isinstance(v, torch.Tensor) and v.requires_grad else None for v in (*inputs, *weights)]
 
 
 def _gradients(

@@ -54,7 +54,7 @@ class Recorder:
         began, start = self._link.stamp(), time.perf_counter()
         yield
         ended, end = self._link.stamp(), time.perf_counter()
-        self.host("launch", name, "launch", start, end)
+        self.host("launch", name, "launch" if kind in ("forward", "backward") else kind, start, end)
         with self._lock:
             self._device.append(("compute", name, kind, began, ended))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,38 @@ def test_rivals_are_named_where_they_win(tmp_path: Path) -> None:
     assert {f.name: f.read_bytes() for f in (tmp_path / "docs" / "img").iterdir()} == pictures
 
 
+def test_a_step_with_sliding_attention_that_gains_nothing_is_named(tmp_path: Path) -> None:
+    row = {"model": "wan-1.3b", "window": "3x7x7", "layers": 4, "forward_ms": 1.0, "peak_gib": 2.0}
+    rows = [{**row, "grid": g, "tokens": n, "system": s, "step_ms": ms, "ratio": ms / 10} for g, n, s, ms in (
+        ("2x4x4", 32, "graphopt", 10.0), ("2x4x4", 32, "graphopt_dsa", 12.0), ("4x8x8", 256, "graphopt_dsa", 4.0))]
+    text = page(tmp_path, {"dsa_step": [*rows, {**row, "grid": "9x9x9", "tokens": 729, "system": "eager", "error": "memory"}]})
+    assert "| 4x8x8 | 256 | 3x7x7 | 4 | graphopt_dsa | 1 | 4 | 0.4 | 2 |" in text
+    assert "**As good or better elsewhere:** 32 tokens: dense attention is as fast as graphopt_dsa." in text
+    assert "9x9x9" not in text
+
+
 def test_the_page_of_this_tree_is_current(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "benchmarks" / "report.py", "--docs", tmp_path], check=True, capture_output=True)
-    for name in ("benchmarks.md", "papers.md"):
-        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "run `make docs`"
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "README.md", tmp_path)
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "report.py", "--docs", tmp_path / "docs"], check=True, capture_output=True)
+    for name in ("docs/benchmarks.md", "docs/papers.md", "README.md"):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text(), "run `make docs`"
+    assert "| graphopt | 0.85" in (tmp_path / "README.md").read_text()
+
+
+def test_the_second_papers_system(tmp_path: Path) -> None:
+    clip = {"figure": "clip", "layers": 3, "params_b": 4.6, "host_gib": 60.0}
+    rows = [{**clip, "system": s, "frames": f, "tokens": f * 2040, "fits": fits, "step_s": sec, "peak_gib": g}
+            for s, f, fits, sec, g in (("streamed", 9, True, 4.0, 30.0), ("streamed", 85, True, 60.0, 137.0), ("streamed", 89, False, 9.0, 139.0),
+                                       ("streamed_dsa", 9, True, 2.0, 31.0), ("streamed_dsa", 81, True, 15.0, 130.0))]
+    rows += [{"figure": "mfu", "system": s, "direction": d, "tokens": 7800, "mfu": m}
+             for s, d, m in (("prefetch", "priority", 0.4), ("no prefetch", "deferred", 0.2))]
+    rows += [{"figure": "forward", "system": s, "params_b": 14.3, "forward_ms": ms} for s, ms in (("serial", 1100.0), ("asynchronous", 550.0))]
+    page(tmp_path, {"papers": rows})
+    text = (tmp_path / "docs" / "papers.md").read_text()
+    assert "streamed dense: 85 frames (173,400 tokens, 60.0 s a step, 137 GiB, host 60 GiB; 89 out of memory)" in text
+    assert "streamed + DSA: 81 frames" in text
+    assert "its limit was not reached" in text
+    assert "| 2.0x at 9 frames (4.0 to 2.0 s, 30 and 31 GiB) |" in text
+    assert "7,800 tokens: 40 % prefetch, priority, 20 % no prefetch" in text
+    assert "2.00x at 14.3 B" in text

@@ -61,9 +61,9 @@ class Reference:
             p.grad = None
 
 
-def streamed(model, slots=2, update="deferred", slow=40, resident=(), **kwargs):
+def streamed(model, slots=2, update="deferred", slow=40, resident=(), graphs="off", **kwargs):
     resident = resident if isinstance(resident, (int, str)) else list(resident)
-    graphopt.stream(model, "cuda", slots=slots, resident=resident, link=CudaLink(torch.device("cuda"), slow=slow))
+    graphopt.stream(model, "cuda", slots=slots, resident=resident, graphs=graphs, link=CudaLink(torch.device("cuda"), slow=slow))
     opt = graphopt.HostAdamW(model.parameters(), **ADAM, update=update, kernel="torch", **kwargs)
     return opt, torch.compile(model, backend="graphopt", options=OPTIONS)
 

@@ -113,3 +113,16 @@ def test_memory_is_placed(caplog, monkeypatch) -> None:
     node = next(iter(numa.nodes()), None)
     with caplog.at_level("WARNING"):
         assert memory.Arena(pin=False, node=node).allocate(100).sum() == 0
+
+
+def test_the_pool_spares_whole_cores(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(numa, "SYS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    assert numa.pool_cpus(torch.device("cpu")) == list(range(4, 32)), "the system names no cores: the first CPUs"
+    for cpu in range(32):  # CPU n and n + 16 are one core
+        folder = tmp_path / f"devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 16},{cpu % 16 + 16}\n")
+    assert numa.pool_cpus(torch.device("cpu")) == [*range(2, 16), *range(18, 32)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 16})
+    assert numa.pool_cpus(torch.device("cpu")) == [0, 16], "a core is all there is"
