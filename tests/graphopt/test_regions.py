@@ -106,6 +106,7 @@ def test_numbers_of_layers_under_dynamic_shapes(eps, classes, streamed) -> None:
         torch.testing.assert_close(step(f, *x), step(twin, *x), rtol=1e-5, atol=1e-6)
     notes = [n for g in graphopt.report(f).graphs for n in g.notes]
     assert any(f"in {classes} classes" in n for n in notes), notes
+    # compiled again while gradients are there: torch 2.11 and 2.12 look at them
     model.blocks[1].eps = twin.blocks[1].eps = 0.125
     x = torch.randn(2, 7, 16), torch.randn(2, 1, 48)
     torch.testing.assert_close(step(f, *x), step(twin, *x), rtol=1e-5, atol=1e-6)
