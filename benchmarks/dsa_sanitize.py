@@ -56,7 +56,7 @@ def heads() -> None:
         ways = [("walks", 96, True), ("walks", 2, True)]
         ways += [("tiles", 96, True), ("tiles", 2, False)] if C % 16 == 0 else []
         for engine, programs, head_launch.FUSED in ways:
-            head_launch.engine_of = lambda *_a, engine=engine: engine
+            head_launch.engine_of, head_launch.CONVOLUTIONS = lambda *_a, engine=engine: engine, engine
             head_launch.BACKWARD = replace(head_launch.BACKWARD, programs=programs)
             head_launch.TILE_SLOPE = replace(head_launch.TILE_SLOPE, programs=programs)
             y, u = head.triton_forward(x, weight, bias, matrix, last, *grid)

@@ -52,9 +52,9 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
     y = torch.empty_like(dy)
     rest, L = (weight, bias, matrix, last), head_launch
     low = {engine: L.narrow(dy, x.dtype, engine) for engine in ("tiles", "walks")}
-    convolution = lambda: L.convolve(x, weight, bias, u, grid, "tiles")
+    convolution = cut("CONVOLUTIONS", "tiles", lambda: L.convolve(x, weight, bias, u, grid, "tiles"))
     yield "tiles", "convolution", convolution
-    fused = lambda: L.transposed(x, du, weight, dx, grid, "tiles")
+    fused = cut("CONVOLUTIONS", "tiles", lambda: L.transposed(x, du, weight, dx, grid, "tiles"))
     yield "tiles", "backward, fused", fused
     yield "tiles", "backward, two kernels", cut("FUSED", False, fused)
     for warps in (4, 16):
@@ -65,7 +65,7 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
         slope = lambda: L.slope(u, low["tiles"][0], matrix, du, "tiles")
         yield "tiles", f"slope, {n} programs", cut(
             "TILE_SLOPE", Product(16, L.TILE_SLOPE.channels, L.WARPS, 1, n), slope)
-    parts = [L.slope(u, low["tiles"][0], matrix, du, "tiles"), L.transposed(x, du, weight, dx, grid, "tiles")]
+    parts = [L.slope(u, low["tiles"][0], matrix, du, "tiles"), fused()]
     yield "tiles", "rounding of dy", lambda: L.narrow(dy, x.dtype, "tiles")
     yield "tiles", "sums of parts", lambda: L.add(parts[1], parts[0], low["tiles"][1], weight, bias, matrix)
     yield "tiles", "transposed convolution alone", lambda: L.tile("head_backward_input", (du, weight, dx), x, grid)
@@ -81,8 +81,11 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
     for p in LINEARS:
         yield "walks", f"linear {p}", cut("LINEAR", p, lambda: L.linear(u, matrix, last, y, "walks"))
     kept = head.triton_forward(x, *rest, *grid)[1]
-    yield "whole", "forward", lambda: head.triton_forward(x, *rest, *grid)
-    yield "whole", "backward", lambda: head.triton_backward(dy, x, kept, *rest[:3], *grid)
+    for kind in ("walks", "tiles"):
+        forward = lambda: head.triton_forward(x, *rest, *grid)
+        backward = lambda: head.triton_backward(dy, x, kept, *rest[:3], *grid)
+        yield "whole", f"forward, convolutions by {kind}", cut("CONVOLUTIONS", kind, forward)
+        yield "whole", f"backward, convolutions by {kind}", cut("CONVOLUTIONS", kind, backward)
     big = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
     other = torch.empty_like(big)
     yield "whole", "copy of 1 GiB", lambda: other.copy_(big)

@@ -1,6 +1,6 @@
 """Launches of the offset head's kernels, and which of two sets a GPU gets.
 
-    tiles   tensor cores (head_tiles.py, head_products.py): NVIDIA from sm80 on, channels a multiple of 16
+    tiles   tensor cores without tl.dot (head_tiles.py, head_products.py): NVIDIA from sm80, channels a multiple of 16
     walks   fmas for the convolutions (head_emit.py), tl.dot for the linear layer (head_kernels.py): everything else,
             and wherever Triton does not hold one element of a value per thread
 """
@@ -65,6 +65,8 @@ SLOPE = Product(64, 64, 4, 3, 44)
 TILE_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 66)
 NARROW = Product(64, 64, 4, 1, 264)
 WARPS = head_products.WARPS
+# of a head whose linear layer runs in tiles; the tiles' forward took 0.252 ms on an H200 where the walks take 0.236
+CONVOLUTIONS = "walks"
 CHANNELS_AT_ONCE = 2 * head_tiles.WORDS
 REGISTERS: dict[str, int] = {}  # of a thread, by kernel, where the compiler's choice is not taken
 FUSED = True  # the transposed convolution and the weight gradient in one kernel
@@ -101,14 +103,17 @@ def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device) -> bool:
         x = torch.empty((1, 1, C), dtype=dtype, device=device)
         words = torch.empty((C, 27), dtype=torch.float32, device=device)
         launches = [
-            (_tiles("head_convolve"), *_tile_arguments("head_convolve", (x, words, words, x), x, (1, 1, 1))),
-            (_tiles("head_backward"), *_tile_arguments("head_backward", (x, x, words, x, words), x, (1, 1, 1))),
             (_products("head_linear", out), [x, x, words, words, 1, *_product_options(x)], {"num_warps": WARPS}),
             (_products("head_slope", out), [x, x, x, x, words, 1, 1, *_product_options(x)], {"num_warps": WARPS})]
+        if CONVOLUTIONS == "tiles":
+            launches += [(_tiles(name), *_tile_arguments(name, tensors, x, (1, 1, 1))) for name, tensors in (
+                ("head_convolve", (x, words, words, x)), ("head_backward", (x, x, words, x, words)))]
         for kernel, arguments, options in launches:
-            if not one_per_thread(kernel.warmup(*arguments, grid=(1,), **options).asm["ttgir"]):
-                log.warning("graphopt: %s would spread values over threads here; the offset head runs without tensor "
-                            "cores", kernel.__name__)
+            text = kernel.warmup(*arguments, grid=(1,), **options).asm.get("ttgir")
+            if text is None or not one_per_thread(text):
+                log.warning("graphopt: the offset head runs without its tensor core kernels: %s", (
+                    f"Triton's cache holds {kernel.__name__} without the text that tells its layout; empty the cache"
+                    if text is None else f"{kernel.__name__} would spread values over threads"))
                 return False
     return True
 
@@ -177,7 +182,7 @@ def tile(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> Non
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, engine: str) -> None:
     """u = the depthwise convolution of x."""
-    if engine == "tiles":
+    if engine == "tiles" == CONVOLUTIONS:
         tile("head_convolve", (x, weight.contiguous(), bias.contiguous(), u), x, grid)
     else:
         even_odd = bias.float().view(-1, 2).T.contiguous()
@@ -187,9 +192,10 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, eng
 def transposed(x: Tensor, du: Tensor, weight: Tensor, dx: Tensor, grid: Grid, engine: str) -> Tensor:
     """dx = the transposed convolution of du; the weight gradient in parts [n, C, 27]."""
     B, _, C = x.shape
-    n = blocks_across(*grid[1:])[2] if engine == "tiles" else BACKWARD.launch(*grid[1:], C)[0]
+    fast = engine == "tiles" == CONVOLUTIONS
+    n = blocks_across(*grid[1:])[2] if fast else BACKWARD.launch(*grid[1:], C)[0]
     parts = torch.empty((B * n, C, 27), dtype=torch.float32, device=x.device)
-    if engine == "walks":
+    if not fast:
         walk("head_backward_input", BACKWARD, (x, du, taps(weight), dx, parts), x, grid)
     elif FUSED:
         tile("head_backward", (du, x, weight.contiguous(), dx, parts), x, grid)

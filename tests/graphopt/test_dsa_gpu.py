@@ -121,7 +121,7 @@ def test_compiles_whole_for_any_grid_with_inductor() -> None:
         x, offsets = make(2, N + 3, 384).requires_grad_(), make(2, 2, N, 3, dtype=torch.float32).requires_grad_()
         got = torch.autograd.grad(compiled(x, offsets, grid), (x, offsets))
         for a, b in zip(got, torch.autograd.grad(step(x, offsets, grid), (x, offsets))):
-            assert relative(a, b) < 4e-3
+            assert relative(a, b) < 6e-3  # both are rounded, at other places
 
 
 def test_checkpointing_and_autocast() -> None:

@@ -48,13 +48,16 @@ def test_gradcheck_and_opcheck() -> None:
     pytest.param("tiles", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
     pytest.param("tiles", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
     pytest.param("tiles, two kernels", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("tiles behind walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
     pytest.param("walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu)])
 def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
     if engine == "walks, several tiles":
         monkeypatch.setattr(head_launch, "BACKWARD", head_launch.Walk((1, 2), (1, 2), 2))
         monkeypatch.setattr(head_launch, "FORWARD", head_launch.Walk((1, 2), (2, 1), 1))
     monkeypatch.setattr(head_launch, "FUSED", "two" not in engine)
-    if engine.startswith("walks"):
+    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "walks" if "walks" in engine else "tiles")
+    head_launch._sound.cache_clear()
+    if not engine.startswith("tiles"):
         monkeypatch.setattr(head_launch, "engine_of", lambda *_a: "walks")
     else:
         assert head_launch.engine_of(torch.empty(1, 1, C, dtype=dtype, device=device), out) == "tiles"
@@ -82,8 +85,9 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
 @pytest.mark.parametrize(("grid", "dtype"), [
     ((2, 4, 14), torch.float16), ((2, 4, 14), torch.bfloat16), ((1, 33, 3), torch.float16),
     pytest.param((3, 2, 97), torch.float16, marks=pytest.mark.gpu)])
-def test_convolutions_on_tensor_cores(grid, dtype, device) -> None:
+def test_convolutions_on_tensor_cores(grid, dtype, device, monkeypatch) -> None:
     """Every token of odd grids, and a weight gradient whose only roundings are the inputs'."""
+    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "tiles")
     x, weight, bias, *_ = sample(grid, 16, 3, B=1, dtype=dtype, device=device)
     u, du = torch.full_like(x, float("nan")), torch.randn_like(x)
     dx = torch.full_like(x, float("nan"))
@@ -135,3 +139,14 @@ def test_odd_channels_and_wide_outputs_are_left_to_torch() -> None:
         x = torch.empty(1, 4, C, dtype=dtype, device="meta")
         assert head.pick(x, out) == "reference"  # no GPU
         assert head.fits(x, out) == (engine == "triton")
+
+
+def test_a_cache_without_its_text_is_not_trusted(monkeypatch, caplog) -> None:
+    """Triton's cache may hold the binary alone; then nothing tells how values lie in threads."""
+    from types import SimpleNamespace
+
+    kernel = SimpleNamespace(__name__="head_linear", warmup=lambda *_a, **_k: SimpleNamespace(asm={"cubin": b""}))
+    monkeypatch.setattr(head_launch, "_products", lambda *_a: kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda _d: torch.no_grad())
+    assert not head_launch._sound.__wrapped__(16, 3, torch.bfloat16, torch.device("cpu"))
+    assert "empty the cache" in caplog.text
