@@ -17,9 +17,10 @@ from dataclasses import dataclass
 # and 32,760 tokens on an H200 (docs/streaming.md)
 FORWARD_UNITS, FORWARD_S = 15, 0.11e-3
 BACKWARD_UNITS, BACKWARD_S = 131, 0.57e-3
-# what one layer's recomputation and backward hold at once: tensors as wide as a token, and as its inner product
-HELD_UNITS = 13.5
-HELD_INNER_UNITS = 3.0
+# what one layer's recomputation and backward hold at once: tensors as wide as a token, and as its inner product; fitted
+# on the peaks of Wan 1.3B (7,800 and 32,760 tokens) and of the 14B's width (7,800)
+HELD_UNITS = 21.7
+HELD_INNER_UNITS = 1.56
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 
