@@ -244,4 +244,6 @@ def papers(results: Rows) -> str:
         parts.append("| figure | paper | here |\n| --- | --- | --- |")
         parts += [f"| {name} | {published} | {cell(name, ours(results))} |" for name, published, ours in rows]
         parts.append("")
+    if any(MISSING in part for part in parts):
+        parts.append("A row without a figure has not run on a GPU yet; the command that measures it stands there.\n")
     return "\n".join([*parts, CANNOT])
