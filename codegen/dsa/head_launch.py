@@ -85,7 +85,7 @@ def engine_of(x: Tensor, out: int) -> str:
         return "tiles"  # the interpreter
     if torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
         return "walks"
-    return "tiles" if _sound(x.shape[-1], out, x.dtype, x.device) else "walks"
+    return "tiles" if _sound(x.shape[-1], out, x.dtype, x.device, CONVOLUTIONS) else "walks"
 
 
 def one_per_thread(ttgir: str) -> bool:
@@ -97,7 +97,7 @@ def one_per_thread(ttgir: str) -> bool:
 
 
 @cache
-def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device, convolutions: str) -> bool:
     """Compile the tile kernels for a GPU and look at their layouts: nothing in Triton promises them."""
     with torch.cuda.device(device):
         x = torch.empty((1, 1, C), dtype=dtype, device=device)
@@ -105,7 +105,7 @@ def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device) -> bool:
         launches = [
             (_products("head_linear", out), [x, x, words, words, 1, *_product_options(x)], {"num_warps": WARPS}),
             (_products("head_slope", out), [x, x, x, x, words, 1, 1, *_product_options(x)], {"num_warps": WARPS})]
-        if CONVOLUTIONS == "tiles":
+        if convolutions == "tiles":
             launches += [(_tiles(name), *_tile_arguments(name, tensors, x, (1, 1, 1))) for name, tensors in (
                 ("head_convolve", (x, words, words, x)), ("head_backward", (x, x, words, x, words)))]
         for kernel, arguments, options in launches:

@@ -56,7 +56,6 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
         monkeypatch.setattr(head_launch, "FORWARD", head_launch.Walk((1, 2), (2, 1), 1))
     monkeypatch.setattr(head_launch, "FUSED", "two" not in engine)
     monkeypatch.setattr(head_launch, "CONVOLUTIONS", "walks" if "walks" in engine else "tiles")
-    head_launch._sound.cache_clear()
     if not engine.startswith("tiles"):
         monkeypatch.setattr(head_launch, "engine_of", lambda *_a: "walks")
     else:
@@ -148,5 +147,5 @@ def test_a_cache_without_its_text_is_not_trusted(monkeypatch, caplog) -> None:
     kernel = SimpleNamespace(__name__="head_linear", warmup=lambda *_a, **_k: SimpleNamespace(asm={"cubin": b""}))
     monkeypatch.setattr(head_launch, "_products", lambda *_a: kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda _d: torch.no_grad())
-    assert not head_launch._sound.__wrapped__(16, 3, torch.bfloat16, torch.device("cpu"))
+    assert not head_launch._sound.__wrapped__(16, 3, torch.bfloat16, torch.device("cpu"), "walks")
     assert "empty the cache" in caplog.text
