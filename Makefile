@@ -13,7 +13,7 @@ TESTED := diffusers typer rich numpy scipy sympy pyarrow networkx matplotlib jin
 VERSION_TESTS := tests/contracts tests/graphopt/test_first_light.py tests/graphopt/test_cases.py \
 	tests/graphopt/test_semantics.py tests/graphopt/test_lora_and_regions.py tests/graphopt/loading/test_accumulate.py \
 	tests/graphopt/test_distributed.py tests/graphopt/test_checkpoint.py tests/graphopt/streaming/test_training.py \
-	tests/codegen/test_operators.py tests/passes/test_pipeline.py
+	tests/graphopt/test_regions.py tests/codegen/test_operators.py tests/passes/test_pipeline.py tests/passes/test_partition.py
 
 .PHONY: demo test test-versions test-html docs lint types dist-check nightly clean
 

@@ -11,13 +11,16 @@ compiled one by one, which takes a quarter of the time; --whole compiles the mod
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import step as dense_step
 import torch
 from _results import copy_tb_per_s, save
-from triton.testing import do_bench
+from step import step
+from step_models import CONFIGS, Size, build, inputs
 
 import graphopt
 
@@ -50,26 +53,41 @@ def compiled(model: torch.nn.Module, system: str, whole: bool) -> torch.nn.Modul
     return model
 
 
+def median(f: Callable[[], Any], milliseconds: float) -> float:
+    """Milliseconds of a call: median of five and more, after two that are not counted."""
+    f()
+    times: list[float] = []
+    while len(times) < 6 or sum(times) < milliseconds:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        f()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])
+
+
 def measure(model: torch.nn.Module, system: str, kw: dict, milliseconds: int, whole: bool) -> dict:
     """One row."""
     f = compiled(model, system, whole)
     clear = lambda: [setattr(p, "grad", None) for p in model.parameters()]
     clear()
     start = time.perf_counter()
-    dense_step.step(f, kw)
+    step(f, kw)
     torch.cuda.synchronize()
     compile_s = time.perf_counter() - start
     norm = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None]).norm().item()
     clear()
     torch.cuda.reset_peak_memory_stats()
-    dense_step.step(f, kw)
+    step(f, kw)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() / 2**30
     clear()
     row = dict(grad_norm=norm, compile_s=compile_s, peak_gib=peak)
-    row["step_ms"] = do_bench(lambda: dense_step.step(f, kw), 100, milliseconds, return_mode="median")
+    row["step_ms"] = median(lambda: (clear(), step(f, kw)), milliseconds)
+    clear()
     with torch.no_grad():
-        row["forward_ms"] = do_bench(lambda: f(**kw), 100, milliseconds // 2, return_mode="median")
+        row["forward_ms"] = median(lambda: f(**kw), milliseconds / 2)
     if system.startswith("graphopt_"):
         sites = [s for s in graphopt.last_report().sites if s.kind == "video_attention"]
         row["attention_rewritten"] = len([s for s in sites if s.status == "rewritten"])
@@ -88,30 +106,36 @@ def main() -> None:
     args = parser.parse_args()
     window = tuple(int(n) for n in args.window.split("x"))
     ceilings = {"copy_tb_per_s": copy_tb_per_s()}
-    model = dense_step.build(args.layers)
-    for grid in args.grids.split(","):
-        T, H, W = map(int, grid.split("x"))
-        kw = dense_step.inputs(1, T, H, W)
-        base = None
-        for system in args.systems.split(","):
-            handle = converted(model, system, window) if system.startswith("graphopt_") else None
-            try:
-                row = measure(model, system, kw, args.milliseconds, args.whole)
-            except Exception as error:  # a system that fails is a result, the others go on
-                row = dict(error=f"{type(error).__name__}: {str(error)[:600]}")
-            for module in (model, *model.blocks):
-                module._compiled_call_impl = None
-            if handle is not None:
-                handle.revert()
-            if system == "graphopt":
-                base = row.get("step_ms")
-            if base and "step_ms" in row:
-                row["ratio"] = row["step_ms"] / base
-            row = dict(model="wan-1.3b", grid=grid, tokens=T * H * W, layers=args.layers, window=args.window,
-                       system=system, compiled="whole" if args.whole else "per block", **row)
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-            save("dsa_step", [row], ("model", "grid", "layers", "window", "system", "compiled"), ceilings, args.out)
-        torch.cuda.empty_cache()
+    CONFIGS["wan-1.3b"]["num_layers"] = args.layers
+    model = build("wan-1.3b")
+    systems, base = args.systems.split(","), {}
+    for part in (systems[:2], systems[2:]):  # what the ratio needs, first
+        for grid in args.grids.split(","):
+            for system in part:
+                row = one(model, system, grid, window, args)
+                if system == "graphopt":
+                    base[grid] = row.get("step_ms")
+                if base.get(grid) and "step_ms" in row:
+                    row["ratio"] = row["step_ms"] / base[grid]
+                print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                save("dsa_step", [row], ("model", "grid", "layers", "window", "system", "compiled"), ceilings, args.out)
+                torch.cuda.empty_cache()
+
+
+def one(model: torch.nn.Module, system: str, grid: str, window: tuple[int, int, int], args: argparse.Namespace) -> dict:
+    """The row of a system at a grid."""
+    T, H, W = map(int, grid.split("x"))
+    handle = converted(model, system, window) if system.startswith("graphopt_") else None
+    try:
+        row = measure(model, system, inputs("wan-1.3b", Size(1, T, H, W, 512)), args.milliseconds, args.whole)
+    except Exception as error:  # a system that fails is a result, the others go on
+        row = dict(error=f"{type(error).__name__}: {str(error)[:600]}")
+    for module in (model, *model.blocks):
+        module._compiled_call_impl = None
+    if handle is not None:
+        handle.revert()
+    return dict(model="wan-1.3b", grid=grid, tokens=T * H * W, layers=args.layers, window=args.window, system=system,
+                compiled="whole" if args.whole else "per block", **row)
 
 
 if __name__ == "__main__":

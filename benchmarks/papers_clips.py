@@ -69,7 +69,7 @@ def resident(model: torch.nn.Module) -> tuple[Callable[..., Any], Callable[[], N
 
 def streamed(model: torch.nn.Module) -> tuple[Callable[..., Any], Callable[[], None], Callable[[], None]]:
     """The same of a streamed model; an update ends with its flush, so that its time counts."""
-    graphopt.stream(model, "cuda" if GPU else "cpu", slots=2, resident=0)
+    graphopt.stream(model, "cuda" if GPU else "cpu", slots=2, resident=0, graphs="off")
     if GPU:
         torch.cuda.empty_cache()
     optimizer = graphopt.HostAdamW(model.parameters(), lr=1e-5)

@@ -10,66 +10,17 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import report_plots as plots
 from _results import ROOT
+from report_dsa import dsa, dsa_step
 from report_papers import papers
+from report_parts import Results, Section, number, table
 from report_readme import put
 
 DOCS = ROOT.parent / "docs"
 Row = dict
-
-
-@dataclass
-class Section:
-    """One heading of the page.
-
-    Attributes:
-        title: the heading.
-        files: result files it was made of, relative to benchmarks/results.
-        text: Markdown.
-        figure: name of its plot and the function that draws it, if there is one.
-    """
-
-    title: str
-    files: list[str]
-    text: str
-    figure: tuple[str, Callable[[Path], None]] | None = None
-    rivals: list[str] = field(default_factory=list)
-
-
-class Results:
-    """Result files by machine and name."""
-
-    def __init__(self, folder: Path) -> None:
-        self.files = {str(f.relative_to(folder)): json.loads(f.read_text()) for f in sorted(folder.rglob("*.json"))}
-
-    def rows(self, name: str, **where: object) -> Iterator[tuple[str, Row]]:
-        """Rows of <machine>/<name>.json with these values, and their file."""
-        for file, found in self.files.items():
-            if Path(file).stem == name:
-                for row in found["rows"]:
-                    if all(row.get(k) == v for k, v in where.items()):
-                        yield file, row
-
-
-def table(head: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """`digits` significant digits; a dash for None."""
-    if value is None:
-        return "-"
-    if value == 0:
-        return "0"
-    text = f"{value:.{digits}g}"
-    return f"{float(text):,.0f}" if abs(value) >= 10 ** (digits - 1) else text
 
 
 def adaln(results: Results) -> Section | None:
@@ -157,29 +108,6 @@ def peak(results: Results) -> Section | None:
             "tensors (contract: at most 1.05) and the largest (2). Rows may be newer than those above.\n\n"
             + table(["model", "grid", "layers", "system", "peak, GiB", "tensors", "mean", "worst", "two runs"], lines))
     return Section("Memory at the peak", sorted({f for f, _ in found}), text)
-
-
-def dsa(results: Results) -> Section | None:
-    """Deformable sliding attention over the number of tokens."""
-    found = [(f, r) for f, r in results.rows("dsa", what="attention")]
-    if not found:
-        return None
-    systems = [s for s in ("graphopt", "cudnn", "flex", "reference") if any(s in r["ms"] for _, r in found)]
-    lines, rivals = [], []
-    for _, r in sorted(found, key=lambda fr: (fr[1]["window"], fr[1]["tokens"], fr[1]["direction"], fr[1]["offsets"])):
-        ms = r["ms"]
-        lines.append([" x ".join(map(str, r["window"])), f"{r['tokens']:,}", r["offsets"], r["direction"],
-                      *(number(ms.get(s)) for s in systems), number((r.get("error") or {}).get("y"), 2)])
-        best = min((ms[s] for s in systems[1:] if s in ms), default=None)
-        if best is not None and "graphopt" in ms and best <= ms["graphopt"]:
-            rivals.append(f"{r['tokens']:,} tokens, {r['direction']} ({number(best)} against "
-                          f"{number(ms['graphopt'])} ms)")
-    text = ("Milliseconds through autograd; backward with the offsets' gradient. cuDNN is dense attention and "
-            "FlexAttention a fixed window: neither computes what a learned window does. The error is the output's, "
-            "against fp64.\n\n"
-            + table(["window", "tokens", "offsets", "direction", *systems, "error"], lines))
-    return Section("3D deformable sliding attention", sorted({f for f, _ in found}), text,
-                   ("dsa", lambda p: plots.dsa([r for _, r in found], p)), rivals)
 
 
 def stream(results: Results) -> Section | None:
@@ -316,7 +244,7 @@ def zoo(results: Results) -> Section | None:
     return Section("Thirty-one real models", sorted({f for f, _ in counted + matrix}), table(["", ""], lines))
 
 
-SECTIONS = (adaln, bias_gradient, step, peak, dsa, stream, schedule, several, kernels, zoo)
+SECTIONS = (adaln, bias_gradient, step, peak, dsa, dsa_step, stream, schedule, several, kernels, zoo)
 
 
 def source(results: Results, file: str) -> str:

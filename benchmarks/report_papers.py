@@ -101,8 +101,8 @@ def correlation(results: Rows) -> str:
     if len(runs) < 5:
         return MISSING
     seconds = [r["seconds"] for r in runs]
-    by = {"B*S": [r["B"] * r["S"] for r in runs], "S^2": [r["S"] ** 2 for r in runs],
-          "B*S^2": [r["B"] * r["S"] ** 2 for r in runs]}
+    by = {"`B*S`": [r["B"] * r["S"] for r in runs], "`S^2`": [r["S"] ** 2 for r in runs],
+          "`B*S^2`": [r["B"] * r["S"] ** 2 for r in runs]}
     return ", ".join(f"R = {statistics.correlation(x, seconds):.2f} with {name}" for name, x in by.items()) + (
         f" over {len(runs)} shapes (their range decides it)")
 
@@ -178,7 +178,7 @@ TABLES: dict[str, list[tuple[str, str, Callable[[Rows], str]]]] = {
         ("CV of compute load over ranks", "39 -> 18.9 %",
          lambda r: simulated(r, "load_cv_before", "load_cv_after", False)),
         ("CV of step time", "18.7 -> 10.4 %", lambda r: simulated(r, "step_cv_before", "step_cv_after", False)),
-        ("correlation of step time", "0.35 with B*S, 0.92 with S^2", correlation),
+        ("correlation of step time", "0.35 with `B*S`, 0.92 with `S^2`", correlation),
         ("loss curve", "identical", same_loss),
     ],
     "MegaSlide-DiT": [

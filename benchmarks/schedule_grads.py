@@ -3,9 +3,10 @@
     torchrun --nproc-per-node=2 benchmarks/schedule_grads.py --machine h200
 
 Gradients: a small Wan (diffusers' class), blocks compiled by graphopt, FSDP2 and DDP, ranks running 1 and 3 (then 2 and
-5) microbatches a step, in fp32 and in bf16 mixed precision; every rank also runs all microbatches alone with the whole
-model, compiled the same way.  Memory: peak of a step of three microbatches at 1.3B widths, parameters kept over the
-step ("step") or gathered for each microbatch ("microbatch").
+5) microbatches a step, in fp32 and in bf16 mixed precision; every rank also runs all microbatches alone, the model
+compiled and wrapped the same way over that one rank (`error`), and not wrapped (`error_unwrapped`: kernels of a sharded
+module are compiled apart and may round otherwise).  Memory: peak of a step of three microbatches at 1.3B widths,
+parameters kept over the step ("step") or gathered for each microbatch ("microbatch").
 
 Writes rows of check `grads` and `memory` to benchmarks/results/<machine>/schedule.json.  Exit code 1 if a gradient is
 off by more than 1e-6 (fp32).
@@ -29,6 +30,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import _results  # noqa: E402
 from schedule_shape import start  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
 import graphopt  # noqa: E402
@@ -88,20 +90,25 @@ def whole(p: torch.Tensor | None) -> torch.Tensor:
 def gradients(device: torch.device, o: argparse.Namespace) -> list[dict]:
     """Every case's largest relative error over parameters and steps."""
     rows = []
-    cases = [c.split(":") for c in o.cases.split()]
+    cases = [c for c in (c.split(":") for c in o.cases.split()) if c[1] in o.precisions.split(",")]
     for precision in dict.fromkeys(p for _, p, _ in cases):
         torch._dynamo.reset()
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        alone = build(device, o.depth, o.small, o.text_dim, o.system).to(dtype)
+        make = lambda: build(device, o.depth, o.small, o.text_dim, o.system)
         for wrap in dict.fromkeys(w for w, p, _ in cases if p == precision):
-            model = wrapped(build(device, o.depth, o.small, o.text_dim, o.system), wrap, dtype)
+            model, references = wrapped(make(), wrap, dtype), {"unwrapped": make().to(dtype)}
+            if wrap == "fsdp2":
+                mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("apart", "one"))
+                references = {"": wrapped(make(), wrap, dtype, mesh["one"]), **references}
             for pair in (c for w, p, c in cases if (w, p) == (wrap, precision)):
                 a, b = (int(x) for x in pair.split(","))
                 counts = [(a, b)[r % 2] for r in range(dist.get_world_size())]
-                worst, where = compare(model, alone, counts, dtype, device, o)
-                rows.append({"check": "grads", "data": f"{a} and {b} microbatches", "ranks": len(counts),
-                             "mode": f"{wrap} {precision}", "system": o.system, "error": worst, "parameter": where,
-                             "simulated": False})  # fmt: skip
+                row = {"check": "grads", "data": f"{a} and {b} microbatches", "ranks": len(counts),
+                       "mode": f"{wrap} {precision}", "system": o.system, "simulated": False}  # fmt: skip
+                for name, worst in compare(model, references, counts, dtype, device, o).items():
+                    row |= {f"error_{name}".rstrip("_"): worst[0], f"parameter_{name}".rstrip("_"): worst[1]}
+                # Under DDP the model itself is not changed.
+                rows.append({"error": row.get("error_unwrapped"), "parameter": row.get("parameter_unwrapped"), **row})
                 keep(rows[-1], o)
     return rows
 
@@ -113,38 +120,40 @@ def keep(row: dict, o: argparse.Namespace) -> None:
         print(f"[{time.perf_counter() - BEGIN:.0f} s]", row, flush=True)
 
 
-def wrapped(model: torch.nn.Module, wrap: str, dtype: torch.dtype) -> torch.nn.Module:
-    """In DDP, or sharded by FSDP2, computing in dtype and reducing in fp32."""
+def wrapped(model: torch.nn.Module, wrap: str, dtype: torch.dtype, mesh: DeviceMesh | None = None) -> torch.nn.Module:
+    """In DDP, or sharded by FSDP2 (over all ranks, or a mesh), computing in dtype and reducing in fp32."""
     if wrap == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     mixed = {} if dtype == torch.float32 else {"param_dtype": dtype, "reduce_dtype": torch.float32}
     for block in model.blocks:
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(**mixed))
-    return fully_shard(model, mp_policy=MixedPrecisionPolicy(**mixed))
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**mixed))
+    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**mixed))
 
 
-def compare(model: torch.nn.Module, alone: torch.nn.Module, counts: list[int], dtype: torch.dtype,
-            device: torch.device, o: argparse.Namespace) -> tuple[float, str]:
-    """The largest relative error over parameters and steps, and its parameter."""
-    rank, worst, where = dist.get_rank(), 0.0, ""
+def compare(model: torch.nn.Module, references: dict[str, torch.nn.Module], counts: list[int], dtype: torch.dtype,
+            device: torch.device, o: argparse.Namespace) -> dict[str, tuple[float, str]]:
+    """Per reference, which runs all microbatches alone: the largest relative error over parameters and steps, and its
+    parameter."""
+    rank, worst = dist.get_rank(), dict.fromkeys(references, (0.0, ""))
     for step in range(o.steps):
         todo = microbatches(counts, step, o.batches)
         for mb in todo[rank]:
             with graphopt.accumulate(model, mb):
                 (loss_sum(model, mb, device, dtype, o.text_dim) * mb.loss_scale).backward()
-        sums: dict[str, torch.Tensor] = {}
-        for mb in (mb for row in todo for mb in row):
-            (loss_sum(alone, mb, device, dtype, o.text_dim) * mb.loss_scale / len(counts)).backward()
-            for n, p in alone.named_parameters():
-                sums[n] = sums.get(n, 0) + p.grad.float()
-            alone.zero_grad()
-        for n, p in model.named_parameters():
-            got, expected = whole(p.grad).float(), sums[n.removeprefix("module.")]
-            error = ((got - expected).norm() / expected.norm()).item()
-            if not error <= worst:  # NaN too
-                worst, where = error, n
+        found = {n.removeprefix("module."): whole(p.grad).float() for n, p in model.named_parameters()}
+        for name, alone in references.items():
+            sums: dict[str, torch.Tensor] = {}
+            for mb in (mb for row in todo for mb in row):
+                (loss_sum(alone, mb, device, dtype, o.text_dim) * mb.loss_scale / len(counts)).backward()
+                for n, p in alone.named_parameters():
+                    sums[n] = sums.get(n, 0) + whole(p.grad).float()
+                alone.zero_grad()
+            for n, expected in sums.items():
+                error = ((found[n] - expected).norm() / expected.norm()).item()
+                if not error <= worst[name][0]:  # NaN too
+                    worst[name] = error, n
         model.zero_grad()
-    return worst, where
+    return worst
 
 
 def memory(device: torch.device, o: argparse.Namespace) -> list[dict]:
@@ -183,6 +192,7 @@ def main() -> None:
                    help="with Inductor, with aot_eager, graphopt's graph as it is, not compiled")  # fmt: skip
     p.add_argument("--cases", default="fsdp2:fp32:1,3 fsdp2:fp32:2,5 ddp:fp32:1,3 ddp:fp32:2,5 fsdp2:bf16:1,3 "
                    "fsdp2:bf16:2,5", help="wrapper:precision:microbatches of even and odd ranks")  # fmt: skip
+    p.add_argument("--precisions", default="fp32,bf16", help="of these cases")
     p.add_argument("--quick", action="store_true", help="one block, one step")
     p.add_argument("--batches", default="1,2", help="B of the microbatches, each a graph or two")
     p.add_argument("--small", type=int, default=256, help="width of the model of the gradient check")

@@ -41,20 +41,28 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import _results  # noqa: E402
 import schedule_data as data  # noqa: E402
+from schedule_fit import (  # noqa: E402
+    ROWS,
+    cache_hits,
+    compile_all,
+    data_name,
+    fit_here,
+    fit_of,
+    fit_rows,
+    grids_of,
+    samples_of,
+)
 from schedule_gains import gains, rates, row_of, seconds_of_shapes  # noqa: E402
-from schedule_job import CAPTION, SYSTEMS, Job, every_rank  # noqa: E402
+from schedule_job import SYSTEMS, Job, every_rank  # noqa: E402
 from schedule_shape import start  # noqa: E402
 
 import graphopt  # noqa: E402
 import schedule  # noqa: E402
-from graphopt.schedule.bench import Runs, Shape  # noqa: E402
 from graphopt.schedule.costmodel import CostFit, write_json  # noqa: E402
 from graphopt.schedule.dataset import Samples  # noqa: E402
 from graphopt.schedule.plan import Plan  # noqa: E402
 from graphopt.schedule.planner import plan_batches  # noqa: E402
 from graphopt.schedule.simulate import simulate  # noqa: E402
-
-ROWS = 16_000
 
 
 class Rows(torch.utils.data.Dataset):
@@ -65,104 +73,6 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, row: int) -> int:
         return row
-
-
-def samples_of(o: argparse.Namespace) -> Samples:
-    """Data C (or A) with captions, its grids divided by `--shrink` for tests on a CPU."""
-    s = data.data_a(ROWS, o.seed, o.cap)
-    table = s.shapes
-    h, w = (np.maximum(1, x // o.shrink) for x in (table.h, table.w))
-    small = np.stack([table.t, h, w, np.full_like(h, CAPTION)], 1)
-    rows, index = np.unique(small, axis=0, return_inverse=True)
-    return Samples.of_shapes(index.reshape(-1)[s.shape_id], type(table).of(rows), s.where)
-
-
-def grids_of(samples: Samples, count: int) -> list[tuple[int, int, int]]:
-    """Token grids of the data set over its whole range, smallest first, three images among them."""
-    order = np.argsort(samples.shapes.tokens, kind="stable")
-    picked = order[np.unique(np.linspace(0, len(order) - 1, count).astype(int))]
-    image = order[samples.shapes.t[order] == 1]
-    if len(image):
-        picked = np.unique(np.r_[picked, image[np.linspace(0, len(image) - 1, 3).astype(int)]])
-    picked = picked[np.argsort(samples.shapes.tokens[picked], kind="stable")]
-    return [tuple(int(c[i]) for c in (samples.shapes.t, samples.shapes.h, samples.shapes.w)) for i in picked]
-
-
-def costly(samples: Samples, count: int) -> list[tuple[int, int, int]]:
-    """Grids of the token counts that most of the data set's time goes to, by tokens times samples times tokens."""
-    shapes = samples.shapes
-    work = np.bincount(samples.shape_id, minlength=len(shapes)) * shapes.tokens.astype(float) ** 1.6
-    _, first, inverse = np.unique(shapes.tokens, return_index=True, return_inverse=True)
-    picked = first[np.argsort(-np.bincount(inverse.reshape(-1), work), kind="stable")[:count]]
-    return [tuple(int(c[i]) for c in (shapes.t, shapes.h, shapes.w)) for i in picked]
-
-
-def compile_all(job: Job, grids: list[tuple[int, int, int]]) -> float:
-    """Both graphs of a block, B = 1 and more; seconds.  From a middling shape: what Inductor and the rules decide by
-    size then fits most tokens."""
-    begin = time.perf_counter()
-    for b in (1, 2):
-        job.alone(Shape(b, *grids[len(grids) * 2 // 3], CAPTION))
-        job.sync()
-    return time.perf_counter() - begin
-
-
-def cache_hits() -> str:
-    """How many graphs came from Inductor's and AOTAutograd's caches."""
-    c = torch._dynamo.utils.counters
-    hits = {k: v for part in ("inductor", "aot_autograd") for k, v in c[part].items() if k.endswith(("hit", "miss"))}
-    return ", ".join(f"{k} {v}" for k, v in sorted(hits.items())) or "no caches"
-
-
-def timed(job: Job, call: Callable[[int], None], times: int) -> np.ndarray:
-    """Seconds of calls one behind the other, the first third left out, float64 [ranks, calls]."""
-    job.meet()
-    marks = [job.mark()]
-    for i in range(times):
-        call(i)
-        marks.append(job.mark())
-    return every_rank(job.seconds(marks)[times // 3 :], job.device)
-
-
-def runs_key(o: argparse.Namespace) -> dict:
-    """What measured times hold for."""
-    return {"layers": o.layers, "system": o.system, "checkpoint": o.checkpoint, "cap": o.cap, "shrink": o.shrink,
-            "commit": _results.commit()}  # fmt: skip
-
-
-def runs_file(o: argparse.Namespace, key: dict) -> Path | None:
-    """Where the sweep's runs are kept; runs of another commit are measured again, a second tau takes the first's."""
-    if not o.out:
-        return None
-    path = o.out / f"schedule_step_runs_{o.system}_{o.cap}.json"
-    here = {**key, "world_size": dist.get_world_size(), "torch": torch.__version__}
-    if dist.get_rank() == 0 and path.exists() and not here.items() <= Runs.load(path).key.items():
-        path.unlink()
-    dist.barrier()
-    return path
-
-
-def fit_here(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int):
-    """(fit with the overhead of a step, the largest host share, relative speed of each rank)."""
-    grids = grids_of(samples, o.shapes)
-    shapes = [Shape(b, *g, CAPTION) for g in grids for b in (1, 2, 4, 8) if b == 1 or b * np.prod(g) <= m_mem / 2]
-    shapes += [Shape(1, *g, CAPTION) for g in costly(samples, o.sizes)]
-    runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, repeats=3, device=job.device, reset=job.clear,
-                                    progress=False, queued=True, key=(key := runs_key(o)), path=runs_file(o, key))
-    fit = graphopt.fit_cost(runs, anchored=True, refuse=False)
-    ok = [r for r in runs.rows if r["status"] == "ok"]
-    host = float(np.median([r["host_s"] for r in ok if "host_s" in r] or [0.0]))
-    # How fast each rank is, on work it does at full power.
-    long = max((r for r in ok if r["B"] == 1), key=lambda r: r["S"])
-    long = Shape(*(long[d] for d in "BTHWL"))
-    took = np.median(timed(job, lambda i: job.alone(long), o.speed_calls), 1)
-    speeds = took.max() / took
-    # What a step takes beside its microbatches (gather, reduce, optimizer), from steps of one and of two in turn.
-    job.clear()
-    middle = Shape(1, *grids[len(grids) // 2], CAPTION)
-    pairs = timed(job, lambda i: job.step_of([middle] * (1 + i % 2), i), 30).mean(0).reshape(-1, 2)
-    overhead = float(np.median(2 * pairs[:, 0] - pairs[:, 1]))
-    return CostFit(**{**fit.__dict__, "step_overhead_s": max(0.0, overhead)}), host, speeds
 
 
 def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, ranks: int, tau: float,
@@ -251,8 +161,8 @@ def graphs() -> int:
 
 
 def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: int, o: argparse.Namespace,
-            say: Callable) -> list[dict]:
-    """Result rows of every policy at one tau."""
+            say: Callable, *, foreign: bool) -> list[dict]:
+    """Result rows of every policy at one tau; `foreign`: the fit is another system's, and predicts nothing here."""
     say(f"planned, tau = {row['tau']}")
     # Where one longest sample fills memory, adaptive_load's limits are equal_token's.
     table = {p: plan.table() for p, plan in plans.items()}
@@ -270,7 +180,12 @@ def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: in
         by[p] |= gains(p, by, plans, fit) if {"step_balanced", "equal_token"} <= set(by) else {}
         lists = ("step_s", "predicted_s", "busy_s", "step_tokens", "host_ahead_s", "microbatch_s")
         say({k: round(v, 4) if isinstance(v, float) else v for k, v in by[p].items() if k not in lists})
-    return list(by.values())
+    if not foreign:
+        return list(by.values())
+    other = ("mape", "bias", "zero", "share", "planned", "predicted", "simulated")
+    kept_keys = {k for r in by.values() for k in r if k.split("_")[0] not in other}
+    return [{**{k: v for k, v in r.items() if k in kept_keys}, "simulated": False, "planned_with": "graphopt's fit"}
+            for r in by.values()]  # fmt: skip
 
 
 def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) -> list[dict]:
@@ -289,18 +204,13 @@ def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) 
 
 
 def simulate_only(o: argparse.Namespace) -> None:
-    """Plans for `--plan-ranks` from a result file's fit, without a GPU; the file stays that of the machine measured."""
+    """Plans for `--plan-ranks` from a result file's fits, without a GPU; the file keeps the name of its machine."""
     head = json.loads(o.plans_from.read_text())
-    done = head.pop("rows")
-    data_name = "C" if o.cap == data.CAP_C else f"A, cap {o.cap}"
-    for fitted in [r for r in done if r.get("mode") == "fit" and r["check"] == "step" and r["data"] == data_name]:
-        fit = CostFit.two_term(**{k: fitted["coefficients"][k] for k in "abc"}, p=fitted["p"],
-                               step_overhead_s=fitted["step_overhead_s"], source="measured")  # fmt: skip
-        fit = CostFit(**{**fit.__dict__, "coefficients": fitted["coefficients"], "floor_s": fitted["floor_s"],
-                         "anchors": fitted.get("anchors", [])})  # fmt: skip
+    head.pop("rows")
+    for fitted in fit_rows(o.plans_from, o.cap):
         common = {k: fitted[k] for k in ("check", "data", "system", "layers", "checkpoint", "m_mem")}
         o.shrink = fitted.get("shrink", 1)
-        rows = simulated(fit, o, common, partial(print, fitted["system"], flush=True))
+        rows = simulated(fit_of(fitted), o, common, partial(print, fitted["system"], flush=True))
         print(path := schedule.save(rows, o.machine, folder=o.plans_from.parent))
         write_json(path, {**json.loads(path.read_text()), **head})
 
@@ -335,7 +245,9 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--compile-only", action="store_true", help="compile what a run needs, and stop")
-    p.add_argument("--after", type=Path, help="compile, then wait for this file before measuring")
+    p.add_argument("--compiled", type=Path, help="file to make when everything is compiled")
+    p.add_argument("--after", default="", help="files (a,b) to wait for before measuring: other jobs of this machine")
+    p.add_argument("--plan-with", type=Path, help="a schedule.json: take its fit (this system's, or else another's)")
     p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
     o = p.parse_args()
@@ -356,10 +268,19 @@ def main() -> None:
     if o.compile_only:
         dist.destroy_process_group()
         return
-    while o.after and not o.after.exists():
+    job.meet()
+    if o.compiled and first:
+        o.compiled.touch()
+    while not all(Path(f).exists() for f in o.after.split(",") if f):
         time.sleep(0.2)
     job.meet()
-    fit, host, speeds = fit_here(job, samples, o, m_mem)
+    foreign = False
+    if o.plan_with:
+        given = sorted(fit_rows(o.plan_with, o.cap), key=lambda r: r["system"] != o.system)[0]
+        foreign = given["system"] != o.system
+        fit, host, speeds = fit_of(given), given["host_s"], np.array(given["speeds"])
+    else:
+        fit, host, speeds = fit_here(job, samples, o, m_mem)
     # Rank 0's numbers are everyone's (they are equal, but for rounding of the overhead).
     box = [fit.to_json()]
     dist.broadcast_object_list(box)
@@ -368,18 +289,21 @@ def main() -> None:
         f"the host takes {host * 1e3:.1f} ms, speeds {speeds.round(4).tolist()}")  # fmt: skip
     for e in fit.errors:
         say("  ", {k: round(v, 5) for k, v in e.items()})
-    common = {"check": "step", "data": "C" if o.cap == data.CAP_C else f"A, cap {o.cap}", "system": o.system,
+    common = {"check": "step", "data": data_name(o.cap), "system": o.system,
               "layers": o.layers, "checkpoint": o.checkpoint, "m_mem": m_mem, "shrink": o.shrink}  # fmt: skip
     rows = [{**common, "ranks": ranks, "policy": None, "tau": None, "mode": "fit", "simulated": False,
              "mape": fit.mape, "max_error": fit.max_error, "r2": fit.r2, "p": fit.p, "floor_s": fit.floor_s,
              "coefficients": fit.coefficients, "anchors": fit.anchors, "step_overhead_s": fit.step_overhead_s,
              "host_s": host, "speeds": speeds.tolist(), "graphs": graphs()}]  # fmt: skip
+    if o.plan_with:
+        rows = []
     if first:
         schedule.save(rows, o.machine, folder=o.out)
     for i, tau in enumerate(o.tau):
         plans = plans_of(samples, fit, o, m_mem, ranks, tau, speeds if o.speeds else None)
         row = {**common, "ranks": ranks, "tau": tau, "mode": "measured", "simulated": False}
-        rows += measure(job, {p: plans[p] for p in o.policies.split(",")}, fit, row, o.steps[i % len(o.steps)], o, say)
+        rows += measure(job, {p: plans[p] for p in o.policies.split(",")}, fit, row, o.steps[i % len(o.steps)], o, say,
+                        foreign=foreign)  # fmt: skip
         if first:
             schedule.save(rows, o.machine, folder=o.out)
     if first:

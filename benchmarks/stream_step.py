@@ -165,6 +165,7 @@ def main() -> None:
     p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box; 0: none")
     p.add_argument("--out", type=Path)
     p.add_argument("--timeline", type=Path)
+    p.add_argument("--timelines", type=int, default=100, help="of the first orders at each size")
     p.add_argument("--compiler", default="inductor")
     p.add_argument("--no-resident-run", action="store_true", help="skip the resident run: a model larger than the GPU")
     a = p.parse_args()
@@ -224,7 +225,7 @@ def main() -> None:
             engine.set_slots(1 if serial else a.slots)
             engine.link.overlap(not serial)
             driver = Serial(opt) if serial else opt
-            pictured = a.timeline is not None and (tokens < 20000 or update == a.updates.split(",")[0])
+            pictured = a.timeline is not None and a.updates.split(",").index(update) < a.timelines
             plan = graphopt.stream_plan(model, tokens, slots=a.slots, update=opt.update, rates=rates)
             try:
                 row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
@@ -244,7 +245,7 @@ def main() -> None:
                         rho=number(bound[kind] / row["step_ms"]), host_gib=engine.store.arena.nbytes / 2**30,
                         plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
                         plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
-                        graphs=engine.replays.recorded or None,
+                        graphs="on" if update.endswith("+graphs") else None,
                         threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
             save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
 

@@ -1,23 +1,27 @@
 """A small, honest adaptation run: does a dense video transformer keep its quality when its attention slides?
 
-    python examples/adapt_dsa.py --out results/            three seeds side by side on one GPU, about two minutes
+    python examples/adapt_dsa.py --out results/            three seeds side by side on one GPU, about five minutes
     python examples/adapt_dsa.py --plot results/           curves and the picture of offsets (needs matplotlib)
 
-A tiny Wan-shaped model learns to denoise (flow matching) synthetic videos: three squares of random colours that move
-together at 0, 1, 2 or 3 tokens per frame and turn at the walls.  Colours cannot be guessed, so at high noise a frame
-is cleaned with the help of the same object in other frames: attention has to follow the motion.  The window is
-3 x 3 x 3 tokens, so without offsets an object faster than 1 token per frame leaves it between frames.
+A tiny Wan-shaped model learns to denoise (flow matching) synthetic videos: squares of random colours that move together
+at 0, 1, 2 or 3 tokens per frame; the text tells the velocity.  Every frame has a noise level of its own (a timestep per
+token, as Wan 2.2 has it): colours cannot be guessed, so a noisy frame is cleaned with the help of the same object in
+cleaner frames, and attention has to follow the motion.  The window is 3 x 3 x 3 tokens, so without offsets an object
+faster than 1 token per frame leaves it between frames.
 
-Dense pre-training; then four arms from the same weights, with the same data and number of steps:
+Dense pre-training; then arms from the same weights, with the same data and number of steps:
 
-    dense     goes on as it is
-    window    sliding, offsets fixed at zero
-    dsa       sliding, one learned offset per token and head
-    tap       sliding, one learned offset per tap (the paper's form)
+    dense              goes on as it is
+    window             sliding, offsets fixed at zero
+    dsa                sliding, one learned offset per token and head
+    tap                sliding, one learned offset per tap (the paper's form)
+    dsa-no-distill     dsa without distillation
+    dsa-slow-heads     dsa, its heads at a tenth of the model's learning rate (dsa: ten times)
 
-The sliding arms start with layer-wise distillation (dense attention on a layer's own q, k, v is the teacher) beside the
-diffusion loss.  Reported: mean squared error of the clean video on the pixels of objects, by speed, on held-out videos
-(the variance of a colour is 0.333).  On a GPU a training step is one CUDA graph.
+The other sliding arms start with layer-wise distillation (dense attention on a layer's own q, k, v is the teacher)
+beside the diffusion loss.  Reported, by speed, on held-out videos: mean squared error of objects in frames at noise
+level 0.8 between frames at level 0.2.  The variance of a colour is 0.333; the best linear estimate from the frame alone
+has 0.308, from all frames, if it knew the motion, 0.005.  On a GPU a training step is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,16 +34,19 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from adapt_dsa_results import SPEEDS, join, plot, table
 
 import graphopt
 
-ARMS = ("dense", "dsa", "window", "tap")
-SPEEDS = (0, 1, 2, 3)
+# arm -> offsets of the converted layers, and what differs in the setting
+ARMS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "dsa": ("head", {}), "window": ("zero", {}), "dense": (None, {}), "tap": ("tap", {}),
+    "dsa-no-distill": ("head", {"distill": 0}), "dsa-slow-heads": ("head", {"head_lr": 3e-5})}
 
 
 @dataclass(frozen=True)
@@ -47,32 +54,36 @@ class Setup:
     """Sizes: a video is [3, frames, pixels, pixels], a token 1 x 2 x 2 of them."""
 
     frames: int = 5
-    pixels: int = 24
-    square: int = 6
-    objects: int = 3
-    heads: int = 4
+    pixels: int = 20
+    square: int = 8
+    objects: int = 2
+    heads: int = 2
     head_dim: int = 64
     layers: int = 4
     window: tuple[int, int, int] = (3, 3, 3)
-    batch: int = 16
-    pretrain: int = 3000
-    distill: int = 60
-    adapt: int = 300
-    every: int = 50
-    held_out: int = 32
-    lr: float = 1e-3
+    batch: int = 32
+    pretrain: int = 4000
+    adapt_batch: int = 8
+    distill: int = 80
+    adapt: int = 1000
+    every: int = 100
+    held_out: int = 24
+    lr: float = 2e-3
     adapt_lr: float = 3e-4
     head_lr: float = 3e-3
     background: float = 0.1  # weight of a pixel of the background in the loss
+    motion: str = "told"  # the text says the velocity; "seen": it does not
+    noisy: float = 0.8  # noise levels of odd and even frames of held-out videos
+    clean: float = 0.2
 
 
-SMOKE = Setup(frames=3, pixels=8, square=4, heads=2, head_dim=12, layers=2, window=(1, 3, 3), batch=2, pretrain=2,
-              distill=1, adapt=2, every=1, held_out=2)
+SMOKE = Setup(frames=3, pixels=8, square=4, head_dim=12, layers=2, window=(1, 3, 3), batch=2, pretrain=2,
+              adapt_batch=2, distill=1, adapt=2, every=1, held_out=2)
 
 
-# a size for a CPU: about ten minutes a seed on one core
-SMALL = Setup(frames=4, pixels=16, square=4, heads=2, head_dim=24, layers=2, batch=8, pretrain=4000, distill=30,
-              adapt=120, every=30, held_out=16, lr=2e-3)
+# a size for a CPU: half an hour a seed on one core
+SMALL = Setup(frames=3, pixels=24, square=6, objects=3, head_dim=32, layers=3, batch=8, pretrain=2000, distill=30,
+              adapt=120, every=40, held_out=16)
 
 
 def videos(s: Setup, speeds: torch.Tensor, g: torch.Generator | None = None) -> tuple[torch.Tensor, ...]:
@@ -93,8 +104,8 @@ def videos(s: Setup, speeds: torch.Tensor, g: torch.Generator | None = None) -> 
     mask = torch.zeros_like(video[:, :1])
     for _ in range(s.objects):
         colours = rand(n, 3, side * side) * 2 - 1
-        place = (rand(n, 2) * (room + 1)).floor()[:, None] + velocity[:, None] * time_
-        place = room - (place.remainder(2 * room) - room).abs()  # [n, T, 2]
+        # [n, T, 2]; whole in the middle frame, it may enter and leave in the others
+        place = (rand(n, 2) * (room + 1)).floor()[:, None] + velocity[:, None] * (time_ - s.frames // 2)
         y, x = ((axis[None, None] - place[..., i : i + 1]).long() for i in (0, 1))
         inside = ((y >= 0) & (y < side))[..., :, None] & ((x >= 0) & (x < side))[..., None, :]
         index = y.clamp(0, side - 1)[..., :, None] * side + x.clamp(0, side - 1)[..., None, :]
@@ -116,51 +127,68 @@ def build(s: Setup) -> torch.nn.Module:
         freq_dim=64, ffn_dim=2 * width, num_layers=s.layers, rope_max_seq_len=64, patch_size=(1, 2, 2))
 
 
+def mix(clean: torch.Tensor, noise: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Videos [n, 3, T, H, W] at noise levels t [n, T]."""
+    at = t[:, None, :, None, None]
+    return (1 - at) * clean + at * noise
+
+
 class Run:
     """One seed: held-out data, losses, and training with the same data for every arm."""
 
     def __init__(self, s: Setup, seed: int, device: str) -> None:
         self.s, self.seed, self.device = s, seed, device
+        self.eager = False  # without CUDA graphs
         torch.manual_seed(seed)
-        self.text = torch.zeros(1, 4, 16, device=device)
         g = torch.Generator(device).manual_seed(10_000)  # held-out videos are the same for every seed
         self.held_out = []
         for speed in SPEEDS:
             data = videos(s, torch.full((s.held_out,), float(speed), device=device), g)
             self.held_out.append((*data, torch.randn(data[0].shape, generator=g, device=device)))
 
-    def velocity(self, model: torch.nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """What the model says noise - video is, for videos x at noise levels t [n]."""
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda", cache_enabled=False):
-            text = self.text.expand(len(x), -1, -1)
-            return model(hidden_states=x, timestep=t * 1000, encoder_hidden_states=text, return_dict=False)[0].float()
+    def text(self, velocity: torch.Tensor) -> torch.Tensor:
+        """[n, 2, 16] one-hot, a word for the velocity along h and one along w, if the text tells them."""
+        told = velocity if self.s.motion == "told" else torch.zeros_like(velocity)
+        places = torch.arange(16, device=self.device) - max(SPEEDS)
+        return torch.stack([told[:, :1] == places, told[:, 1:] == places - 8], 1).float()
 
-    def loss(self, model: torch.nn.Module) -> torch.Tensor:
-        """The flow-matching loss of a fresh batch."""
-        n = self.s.batch
-        clean, mask, _ = videos(self.s, torch.randint(0, len(SPEEDS), (n,), device=self.device).float())
-        noise, t = torch.randn_like(clean), torch.rand(n, device=self.device) * 0.98 + 0.01
-        at = t[:, None, None, None, None]
-        error = (self.velocity(model, (1 - at) * clean + at * noise, t) - (noise - clean)).square()
+    def call(self, f: Callable[..., Any], x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> Any:
+        """f as the model is called, for videos x at noise levels t [n, frames]."""
+        tokens = t.repeat_interleave((self.s.pixels // 2) ** 2, 1) * 1000
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda", cache_enabled=False):
+            return f(hidden_states=x, timestep=tokens, encoder_hidden_states=text, return_dict=False)
+
+    def velocity(self, model: torch.nn.Module, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """What the model says noise - video is."""
+        return self.call(model, x, t, text)[0].float()
+
+    def loss(self, model: torch.nn.Module, n: int) -> torch.Tensor:
+        """The flow-matching loss of a fresh batch of n."""
+        clean, mask, motion = videos(self.s, torch.randint(0, len(SPEEDS), (n,), device=self.device).float())
+        noise, t = torch.randn_like(clean), torch.rand(n, self.s.frames, device=self.device) * 0.98 + 0.01
+        error = (self.velocity(model, mix(clean, noise, t), t, self.text(motion)) - (noise - clean)).square()
         weight = mask + self.s.background * (1 - mask)
         return (error * weight).sum() / (3 * weight.sum())
 
+    def levels(self, n: int) -> torch.Tensor:
+        """Noise levels of held-out videos, [n, frames]."""
+        odd = torch.arange(self.s.frames, device=self.device) % 2 == 1
+        return torch.where(odd, self.s.noisy, self.s.clean).expand(n, -1)
+
     @torch.no_grad()
     def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
-        """Error of the clean video on objects, by speed, mean over noise levels 0.5, 0.7, 0.9."""
+        """Error of objects in the noisy frames, by speed."""
         out = {}
-        for speed, (clean, mask, _, noise) in zip(SPEEDS, self.held_out):
-            errors = []
-            for level in (0.5, 0.7, 0.9):
-                t = torch.full((len(clean),), level, device=self.device)
-                x = (1 - level) * clean + level * noise
-                guess = x - level * self.velocity(model, x, t)
-                errors.append(((guess - clean).square() * mask).sum() / (mask.sum() * 3))
-            out[str(speed)] = float(torch.stack(errors).mean())
+        for speed, (clean, mask, motion, noise) in zip(SPEEDS, self.held_out):
+            t = self.levels(len(clean))
+            x = mix(clean, noise, t)
+            guess = x - t[:, None, :, None, None] * self.velocity(model, x, t, self.text(motion))
+            error = ((guess - clean).square() * mask)[:, :, 1::2]
+            out[str(speed)] = float(error.sum() / (mask[:, :, 1::2].sum() * 3))
         return out
 
-    def train(self, model: torch.nn.Module, groups: list[dict], steps: int, seed: int, handle: Any = None,
-              distill: int = 0, warm: int = 0) -> list[dict]:
+    def train(self, model: torch.nn.Module, groups: list[dict], steps: int, seed: int, every: int, batch: int,
+              handle: Any = None, distill: int = 0) -> list[dict]:
         """Curve of held-out errors; the first `distill` steps add the distillation loss."""
         cuda = self.device == "cuda"
         base = [g["lr"] for g in groups]
@@ -170,28 +198,29 @@ class Run:
         torch.manual_seed(seed)
         curve, start, step = [], time.perf_counter(), None
         for i in range(steps + 1):
-            if i % (max(1, steps // 4) if warm else self.s.every) == 0:
+            if i % every == 0 or i == steps:
                 curve.append({"step": i, "error": self.evaluate(model), "seconds": time.perf_counter() - start})
+                print(f"seed {self.seed}", curve[-1], flush=True)
             if i == steps:
                 break
-            for group, lr in zip(optimizer.param_groups, base):
-                # warm-up and a falling line for pre-training, constant for adaptation
-                now = lr * (min(1, (i + 1) / warm) * (1 - 0.95 * i / steps) if warm else 1.0)
+            for group, lr in zip(optimizer.param_groups, base):  # a short warm-up, then a falling line
+                now = lr * min(1, (i + 1) / max(1, steps // 20)) * (1 - 0.95 * i / steps)
                 if cuda:
                     group["lr"].fill_(now)
                 else:
                     group["lr"] = now
             if step is None or (handle is not None and i == distill):
-                step = self.stepper(model, optimizer, handle if i < distill else None)
+                step = self.stepper(model, optimizer, handle if i < distill else None, batch)
             step()
         return curve
 
-    def stepper(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> Callable[[], None]:
+    def stepper(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, handle: Any,
+                batch: int) -> Callable[[], None]:
         """One training step as a function, on a GPU as a CUDA graph; with a handle, it distils as well."""
 
         def step() -> None:
             with handle.distilling() if handle is not None else nullcontext():
-                loss = self.loss(model)
+                loss = self.loss(model, batch)
                 if handle is not None:
                     loss = loss + handle.distill_loss()
                 loss.backward()
@@ -202,7 +231,7 @@ class Run:
             optimizer.zero_grad()
             step()
 
-        if self.device != "cuda":
+        if self.device != "cuda" or self.eager:
             return eager
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -217,42 +246,53 @@ class Run:
         return graph.replay
 
 
-def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...]) -> None:
+def pretrained(run: Run) -> tuple[torch.nn.Module, list[dict]]:
+    """A dense model and its curve."""
+    s, model = run.s, build(run.s).to(run.device)
+    everything = [{"params": list(model.parameters()), "lr": s.lr}]
+    return model, run.train(model, everything, s.pretrain, 1 + run.seed, max(1, s.pretrain // 5), s.batch)
+
+
+def adapted(run: Run, dense: torch.nn.Module, arm: str, folder: Path | None) -> dict[str, Any]:
+    """One arm from the pre-trained weights; a field of offsets goes to `folder`."""
+    offsets, changes = ARMS[arm]
+    s, model, handle = replace(run.s, **changes), copy.deepcopy(dense), None
+    groups = [{"params": list(model.parameters()), "lr": s.adapt_lr}]
+    torch.manual_seed(run.seed)
+    if offsets is not None:
+        config = graphopt.dsa.DSAConfig(window=s.window, offsets=offsets)
+        handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
+        if offsets != "zero":
+            groups.append({"params": list(handle.parameters()), "lr": s.head_lr, "weight_decay": 0.0})
+    result: dict[str, Any] = {}
+    result["curve"] = run.train(model, groups, s.adapt, 1000 + run.seed, s.every, s.adapt_batch, handle, s.distill)
+    if offsets in ("head", "tap"):
+        result["offsets"] = offsets_and_motion(run, model, handle, folder)
+    return result
+
+
+def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...], eager: bool) -> None:
     """Everything of one seed; results are written after each arm."""
     run = Run(s, seed, device)
-    dense = build(s).to(device)
     path = out / f"seed{seed}.json"
     result: dict[str, Any] = {"seed": seed, "setup": asdict(s), "device": _device_name(device), "arms": {}}
-    result["pretrain"] = run.train(dense, [{"params": list(dense.parameters()), "lr": s.lr}], s.pretrain, 1 + seed,
-                                   warm=max(1, s.pretrain // 20))
+    run.eager = eager
+    dense, result["pretrain"] = pretrained(run)
     _write(path, result)
-    print(f"seed {seed} pretrained: {result['pretrain'][-1]}", flush=True)
     for arm in arms:
-        model, handle = copy.deepcopy(dense), None
-        groups = [{"params": list(model.parameters()), "lr": s.adapt_lr}]
-        torch.manual_seed(seed)
-        if arm != "dense":
-            offsets = {"dsa": "head", "window": "zero", "tap": "tap"}[arm]
-            config = graphopt.dsa.DSAConfig(window=s.window, offsets=offsets)
-            handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
-            groups.append({"params": list(handle.parameters()), "lr": s.head_lr, "weight_decay": 0.0})
-            if offsets == "zero":
-                groups.pop()
-        curve = run.train(model, groups, s.adapt, 1000 + seed, handle, s.distill)
-        result["arms"][arm] = {"curve": curve}
-        if handle is not None and arm != "window":
-            result["arms"][arm]["offsets"] = offsets_and_motion(run, model, handle, out if seed == 0 and arm == "dsa"
-                                                                else None)
+        print(f"seed {seed} {arm}", flush=True)
+        result["arms"][arm] = adapted(run, dense, arm, out if seed == 0 and arm == "dsa" else None)
         _write(path, result)
-        print(f"seed {seed} {arm}: {curve[-1]}", flush=True)
 
 
 @torch.no_grad()
 def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Path | None) -> dict[str, Any]:
-    """How the learned offsets (mean over taps) relate to the motion of the object, per layer and head.
+    """How the learned offsets (mean over taps) relate to the motion of objects in noisy frames, per layer and head.
 
-    slope: least squares of the offset (h, w) on the object's velocity, tokens per frame, over tokens on objects; 1 or
-    -1 would be following it into the next or the last frame.  correlation: of the same pairs.
+    signed, unsigned: correlation of the offset (h, w) with the velocity, and with its absolute value, over tokens on
+    objects (a window of three frames holds the next and the last: a head may look one way whatever the direction).
+    length: mean length of (h, w) by speed.  inside, inside_fixed: the share of dense attention in the window with the
+    offsets and with none, of the first video of the highest speed.
     """
     s = run.s
     seen: dict[str, torch.Tensor] = {}
@@ -262,28 +302,38 @@ def offsets_and_motion(run: Run, model: torch.nn.Module, handle: Any, folder: Pa
     size = s.pixels // 2
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for speed, (clean, mask, velocity, noise) in zip(SPEEDS, run.held_out):
-        t = torch.full((len(clean),), 0.5, device=run.device)
-        run.velocity(model, 0.5 * clean + 0.5 * noise, t)
+        t = run.levels(len(clean))
+        run.velocity(model, mix(clean, noise, t), t, run.text(velocity))
+        mask = mask.clone()
+        mask[:, :, ::2] = 0
         on = torch.nn.functional.max_pool3d(mask, (1, 2, 2)).flatten(1).bool()  # [n, tokens]
         for name, y in seen.items():
             each = y.float().permute(0, 2, 1, 3)[on]  # [tokens on objects, heads, 3]
             moves = velocity[:, None].expand(-1, on.shape[1], -1)[on]
             pairs.setdefault(name, []).append((each, moves))
-        if folder is not None and speed == SPEEDS[-1]:
-            fields = torch.stack([y[0].float() for y in seen.values()])  # [layers, heads, tokens, 3]
-            torch.save({"offsets": fields.half().cpu(), "video": clean[0].half().cpu(), "velocity": velocity[0].cpu(),
-                        "grid": (s.frames, size, size)}, folder / "offsets.pt")
+        if speed == SPEEDS[-1]:
+            probe = run.call(handle.probe, mix(clean, noise, t), t, run.text(velocity))
+        if folder is not None and speed == SPEEDS[-1]:  # two videos that move in opposite directions
+            two = [0, int((velocity @ velocity[0]).argmin())]
+            fields = torch.stack([y[two].float() for y in seen.values()], 1)  # [2, layers, heads, tokens, 3]
+            torch.save({"offsets": fields.half().cpu(), "video": clean[two].half().cpu(),
+                        "velocity": velocity[two].cpu(), "grid": (s.frames, size, size)}, folder / "offsets.pt")
     for hook in hooks:
         hook.remove()
     for name, parts in pairs.items():
-        each, moves = (torch.cat(x) for x in zip(*parts))
-        v, d = moves.flatten(), each[..., 1:].permute(1, 0, 2).flatten(1)  # [heads, 2 tokens]
-        slope = (d * v).sum(1) / v.square().sum().clamp_min(1e-6)
-        correlation = (d - d.mean(1, keepdim=True)) @ (v - v.mean()) / (
-            d.std(1) * v.std() * (len(v) - 1)).clamp_min(1e-6)
-        found[name] = {"slope": slope.tolist(), "correlation": correlation.tolist(),
-                       "mean_abs": each.abs().mean((0, 1)).tolist()}
+        d = torch.cat([each[..., 1:].permute(1, 0, 2).flatten(1) for each, _ in parts], 1)  # [heads, 2 tokens]
+        v = torch.cat([moves.flatten() for _, moves in parts])
+        found[name] = {
+            "signed": correlation(d, v), "unsigned": correlation(d, v.abs()),
+            "length": [each[..., 1:].norm(dim=-1).mean(0).tolist() for each, _ in parts],
+            "inside": probe.layers[name].inside, "inside_fixed": probe.layers[name].inside_fixed}
     return found
+
+
+def correlation(x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """Of each row of x [rows, n] with y [n]; 0 where one is constant."""
+    x, y = x - x.mean(1, keepdim=True), y - y.mean()
+    return ((x @ y) / (x.norm(dim=1) * y.norm()).clamp_min(1e-12)).tolist()
 
 
 def _device_name(device: str) -> str:
@@ -296,70 +346,6 @@ def _write(path: Path, result: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def table(folder: Path) -> str:
-    """Final held-out errors, mean and range over seeds."""
-    seeds = [json.loads(p.read_text()) for p in sorted(folder.glob("seed*.json"))]
-    lines = [f"{'arm':<12}" + "".join(f"speed {v}".rjust(24) for v in SPEEDS)]
-    rows: dict[str, list[dict[str, float]]] = {"pre-trained": [s["pretrain"][-1]["error"] for s in seeds]}
-    for arm in ARMS:
-        rows[arm] = [s["arms"][arm]["curve"][-1]["error"] for s in seeds if arm in s["arms"]]
-    for arm, errors in rows.items():
-        cells = []
-        for v in SPEEDS:
-            x = [e[str(v)] for e in errors]
-            cells.append(f"{sum(x) / len(x):.4f} ({min(x):.4f}..{max(x):.4f})".rjust(24) if x else "-".rjust(24))
-        lines.append(f"{arm:<12}" + "".join(cells))
-    return "\n".join(lines)
-
-
-def plot(folder: Path) -> None:
-    """curves.png and offsets.png from the results in a folder."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    seeds = [json.loads(p.read_text()) for p in sorted(folder.glob("seed*.json"))]
-    fig, axes = plt.subplots(1, len(SPEEDS), figsize=(3.2 * len(SPEEDS), 3), sharey=True, layout="constrained")
-    for ax, v in zip(axes, SPEEDS):
-        for arm in ARMS:
-            curves = [s["arms"][arm]["curve"] for s in seeds if arm in s["arms"]]
-            if not curves:
-                continue
-            steps = [p["step"] for p in curves[0]]
-            values = torch.tensor([[p["error"][str(v)] for p in c] for c in curves])
-            line, = ax.plot(steps, values.mean(0), label=arm, lw=1.5)
-            ax.fill_between(steps, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color(), lw=0)
-        ax.set_title(f"{v} tokens per frame", fontsize=9)
-        ax.set_xlabel("steps after conversion", fontsize=8)
-        ax.set_yscale("log")
-        ax.tick_params(labelsize=7)
-    axes[0].set_ylabel("error on objects", fontsize=8)
-    axes[0].legend(fontsize=7)
-    fig.savefig(folder / "curves.png", dpi=110)
-    if (folder / "offsets.pt").exists():
-        saved = torch.load(folder / "offsets.pt")
-        (T, H, W), fields = saved["grid"], saved["offsets"].float()
-        frames = [0, T // 2, T - 1]
-        # the heads whose offsets on this video are longest
-        size = fields[..., 1:].norm(dim=-1).mean(-1)
-        best = size.flatten().topk(min(3, size.numel())).indices.tolist()
-        fig, axes = plt.subplots(len(best), len(frames), figsize=(3 * len(frames), 3 * len(best)), squeeze=False,
-                                 layout="constrained")
-        for row, index in zip(axes, best):
-            layer, head = divmod(index, fields.shape[1])
-            field = fields[layer, head].view(T, H, W, 3)
-            for ax, t in zip(row, frames):
-                picture = saved["video"][:, t].float().permute(1, 2, 0) / 2 + 0.5
-                ax.imshow(picture, extent=(-0.5, W - 0.5, H - 0.5, -0.5), interpolation="nearest")
-                ax.quiver(range(W), range(H), field[t, ..., 2], field[t, ..., 1], angles="xy", scale_units="xy",
-                          scale=1, color="yellow", width=0.006)
-                vy, vx = saved["velocity"].tolist()
-                ax.set_title(f"layer {layer} head {head} frame {t}, motion ({vy:.0f}, {vx:.0f})", fontsize=7)
-                ax.set_axis_off()
-        fig.savefig(folder / "offsets.png", dpi=110)
-
-
 def main(argv: list[str] | None = None) -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -369,27 +355,30 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, a few steps")
     parser.add_argument("--small", action="store_true", help="a size for a CPU")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--plot", type=Path, help="draw the results of a folder")
-    for name in ("pretrain", "distill", "adapt", "batch", "every"):
-        parser.add_argument(f"--{name}", type=int)
+    for field in fields(Setup):
+        if field.name != "window":
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     args = parser.parse_args(argv)
     if args.plot:
         plot(args.plot)
         print(table(args.plot))
         return
     s = SMOKE if args.smoke else SMALL if args.small else Setup()
-    given = {n: v for n in ("pretrain", "distill", "adapt", "batch", "every") if (v := getattr(args, n)) is not None}
+    given = {f.name: v for f in fields(Setup) if (v := getattr(args, f.name, None)) is not None}
     s = Setup(**{**asdict(s), **given})
     args.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.seed is not None:
-        one_seed(s, args.seed, device, args.out, tuple(args.arms.split(",")))
+        one_seed(s, args.seed, device, args.out, tuple(args.arms.split(",")), args.eager)
         return
-    rest = [a for n, v in given.items() for a in (f"--{n}", str(v))]
-    rest += ["--smoke"] * args.smoke + ["--small"] * args.small
+    rest = [a for n, v in given.items() for a in (f"--{n.replace('_', '-')}", str(v))]
+    rest += ["--smoke"] * args.smoke + ["--small"] * args.small + ["--eager"] * args.eager
     command = [sys.executable, __file__, "--out", str(args.out), "--arms", args.arms, *rest]
     children = [subprocess.Popen([*command, "--seed", seed]) for seed in args.seeds.split(",")]
     codes = [c.wait() for c in children]
+    join(args.out, [f"--out {args.out.name} --arms {args.arms} --seeds {args.seeds}", *rest])
     print(table(args.out))
     if any(codes):
         raise SystemExit(f"a seed failed: exit codes {codes}")

@@ -121,6 +121,7 @@ def partition(gm: fx.GraphModule, layers: Iterable[str], only: str | None = None
     """
     names = set(layers)
     _gather_unpacking(gm.graph)
+    _settle_numbers(gm.graph)
     members = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     segments: list[Segment] = []
     owners = _owners(members, names)
@@ -167,6 +168,25 @@ def _gather_unpacking(graph: fx.Graph) -> None:
                         user.meta["nn_module_stack"] = node.meta["nn_module_stack"]
                     else:
                         user.meta.pop("nn_module_stack", None)
+
+
+def _settle_numbers(graph: fx.Graph) -> None:
+    """Put in the value of every number that is made of the model's own (eps, with dynamic=True), which guards it.
+
+    Dynamo passes such a number as a tensor and reads it by `item()`; traced again on its own, a segment's item() is
+    a value that nobody knows.
+    """
+    known: set[Any] = set()
+    for node in list(graph.nodes):
+        value = example(node)
+        if not isinstance(value, torch.SymFloat) or node.op == "placeholder":
+            continue
+        symbols = value.node.expr.free_symbols
+        if node.target == "item" and node.args[0].op == "placeholder":
+            known |= symbols
+        if symbols <= known:
+            node.replace_all_uses_with(float(value))  # type: ignore[arg-type]
+            graph.erase_node(node)
 
 
 def _connect(gm: fx.GraphModule, segments: list[Segment]) -> None:

@@ -38,6 +38,11 @@ def effective_window(window: tuple[int, int, int], grid: tuple[int, int, int]) -
     return tuple(min(k, n) for k, n in zip(window, grid))  # type: ignore[return-value]
 
 
+def whole(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """[n] int64, not copied from the host: such a copy waits for the GPU, and a CUDA graph forbids it."""
+    return torch.cat([torch.full((1,), n, device=device) for n in values])
+
+
 def positions(grid: tuple[int, int, int], device: torch.device) -> Tensor:
     """[N, 3] coordinates (t, h, w) of the tokens in raster order."""
     axes = [torch.arange(n, device=device) for n in grid]
@@ -55,8 +60,8 @@ def window_starts(offsets: Tensor, where: Tensor, grid: tuple[int, int, int], wi
 
     `moves` is 1 where the start follows the offset and 0 where it is clamped.
     """
-    high = torch.tensor(grid, device=where.device) - torch.tensor(window, device=where.device)
-    half = torch.tensor([k // 2 for k in window], device=where.device)
+    high = whole(grid, where.device) - whole(window, where.device)
+    half = whole(tuple(k // 2 for k in window), where.device)
     inside = torch.minimum((where - half).clamp(min=0), high).to(offsets.dtype)
     free = inside + finite(offsets)
     start = torch.minimum(free.clamp(min=0), high.to(offsets.dtype))
@@ -69,7 +74,7 @@ def lattice_index(base: Tensor, grid: tuple[int, int, int], window: tuple[int, i
     """Token of every lattice point, [..., L].  Behind a global axis the last token stands in, with weight 0."""
     sizes = (window[0] + 1, window[1] + 1, window[2] + 1)
     point = base[..., None, :] + positions(sizes, base.device)
-    point = torch.minimum(point, torch.tensor(grid, device=base.device) - 1)
+    point = torch.minimum(point, whole(grid, base.device) - 1)
     return (point[..., 0] * grid[1] + point[..., 1]) * grid[2] + point[..., 2]
 
 
@@ -97,10 +102,10 @@ def tap_corners(offsets: Tensor, where: Tensor, grid: tuple[int, int, int], wind
                 boundary: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tap mode: (tokens [..., n, K, 8], weights, slopes [..., n, K, 8, 3], moves [..., n, K, 3])."""
     device, dtype = where.device, offsets.dtype
-    size = torch.tensor(grid, device=device)
-    start = where - torch.tensor([k // 2 for k in window], device=device)
+    size = whole(grid, device)
+    start = where - whole(tuple(k // 2 for k in window), device)
     if boundary == "inside":
-        start = torch.minimum(start.clamp(min=0), size - torch.tensor(window, device=device))
+        start = torch.minimum(start.clamp(min=0), size - whole(window, device))
     free = (start[:, None] + positions(window, device)).to(dtype) + finite(offsets)
     moves = (free >= 0) & (free <= size - 1) & offsets.isfinite()
     at = torch.minimum(free.clamp(min=0), (size - 1).to(dtype))

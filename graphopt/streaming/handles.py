@@ -26,7 +26,8 @@ _METADATA = frozenset({
     "nelement", "stride", "layout", "is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_meta", "is_sparse",
     "is_quantized", "element_size", "itemsize", "nbytes", "untyped_storage", "names", "_backward_hooks",
     "is_contiguous", "storage_offset", "requires_grad_", "is_nested", "is_sparse_csr", "_version", "__hash__",
-    "is_mkldnn", "is_xpu", "is_mps", "is_inference",
+    "is_mkldnn", "is_xpu", "is_mps", "is_inference", "_is_view", "is_conj", "is_neg", "_is_zerotensor", "_base",
+    "is_sparse_csc", "is_coalesced", "is_mtia",
 })
 
 _ENTRY = "_graphopt_entry"

@@ -71,9 +71,18 @@ class Link(Protocol):
         """A context for a thread that will queue copies."""
         ...
 
-    def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
-        """Record what `work` launches: what runs it again, and where its results are then (until the next replay).
+    def trim(self) -> None:
+        """Give back device memory that the allocator holds and nobody uses."""
+        ...
 
+    def pool(self) -> Any:
+        """A pool of memory for recordings; it lives as long as one of them does."""
+        ...
+
+    def record(self, work: Callable[[], Sequence[Any]], pool: Any) -> Recording:
+        """Record what `work` launches: what runs it again, and where its results are then.
+
+        Results are valid until the next replay of any recording of that pool.
         Raises RuntimeError where it cannot be recorded.
         """
         ...
@@ -134,7 +143,14 @@ class CpuLink:
         """See Link."""
         return nullcontext()
 
-    def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
+    def trim(self) -> None:
+        """See Link."""
+
+    def pool(self) -> Any:
+        """See Link."""
+        return None
+
+    def record(self, work: Callable[[], Sequence[Any]], pool: Any) -> Recording:
         """See Link.  What runs again is `work`, into the results of the first run."""
         results = list(work())
 
@@ -229,7 +245,6 @@ class CudaLink:
         self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self._up, self._down = self._streams
         self._capture: torch.cuda.Stream | None = None
-        self._pool: Any = None
 
     def overlap(self, on: bool) -> None:
         """See Link."""
@@ -298,17 +313,24 @@ class CudaLink:
         """See Link."""
         return torch.cuda.device(self.device)
 
-    def record(self, work: Callable[[], Sequence[Any]]) -> Recording:
-        """See Link.  One pool of memory for all graphs: a result is valid until the next replay of any of them."""
+    def trim(self) -> None:
+        """See Link."""
+        torch.cuda.empty_cache()
+
+    def pool(self) -> Any:
+        """See Link."""
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], Sequence[Any]], pool: Any) -> Recording:
+        """See Link."""
         stream = self._capture = self._capture or torch.cuda.Stream(self.device)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             # the libraries' workspaces of this thread and stream must not come from the pool
             a = torch.zeros(16, 16, device=self.device, dtype=torch.bfloat16)
             torch.nn.functional.linear(a @ a, a, a[0])
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 results = [_Place(r) if isinstance(r, torch.Tensor) else r for r in work()]
             finally:

@@ -66,6 +66,7 @@ class Replays:
         self._seen: dict[Any, int] = {}
         self._buffers: dict[Any, Buffer] = {}
         self._graphs: dict[Any, Recorded] = {}
+        self._pool: Any = None
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self.replayed = 0
 
@@ -89,6 +90,7 @@ class Replays:
         """Forget all graphs: their addresses are no longer valid."""
         self.link.join(self.link.mark())
         self._graphs.clear()
+        self._pool = None  # it ends with its last graph
         self._buffers.clear()
         self._seen.clear()
 
@@ -119,6 +121,8 @@ class Replays:
         inputs = self._fill(values)
         key = signature, tuple(w.data_ptr() for w in weights)
         graph = self._graphs.get(key)
+        if graph is None and not any(k[0] == signature for k in self._graphs):
+            self.link.trim()  # what plain runs used and graphs keep for themselves now
         if graph is None and (graph := self._record(inputs, work)) is None:
             return None
         self._graphs[key] = graph
@@ -145,7 +149,8 @@ class Replays:
         versions = lambda: [v._version for v in inputs if isinstance(v, torch.Tensor)]  # noqa: E731
         before = versions()
         try:
-            graph = Recorded(*self.link.record(lambda: work(inputs)))
+            self._pool = self.link.pool() if self._pool is None else self._pool
+            graph = Recorded(*self.link.record(lambda: work(inputs), self._pool))
             if versions() != before:
                 raise RuntimeError("it writes into its inputs")
         except RuntimeError as error:

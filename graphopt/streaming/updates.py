@@ -34,6 +34,7 @@ class State:
         self.residual = flat(torch.int16) if split else None
         self.average = flat(torch.float32) if ema else None
         self.steps = dict.fromkeys(layer.trained, 0)
+        self._whole: tuple[torch.Tensor, list[Piece]] | None = None  # all parameters under one setting
         if self.average is not None:
             for e in layer.trained:
                 self.of(self.average, e).copy_(layer.weight(e).as_strided((e.numel,), (1,)))
@@ -47,6 +48,15 @@ class State:
 
         Buffers are laid out alike, with padding that holds zeros and stays zero, so a layer is one or two pieces.
         """
+        hyper = next(iter(hypers.values()), None)
+        if hyper is not None and len(hypers) == len(self.steps) and all(h is hyper for h in hypers.values()):
+            # the usual case, in the way of the next kernel: only the numbers change from step to step
+            if self._whole is None or self._whole[0] is not slab:
+                self._whole = slab, self._runs(layer, slab, hypers)
+            return [p._replace(hyper=hyper) for p in self._whole[1]]
+        return self._runs(layer, slab, hypers)
+
+    def _runs(self, layer: HostLayer, slab: torch.Tensor, hypers: dict[Entry, Hyper]) -> list[Piece]:
         pieces = []
         order = sorted(hypers, key=lambda e: e.element)
         first = 0
@@ -164,7 +174,8 @@ class Updates:
             state = self.states[job.layer]
             scale = job.scale()
             if scale is not None:
-                job.hypers = {e: replace(h, scale=scale) for e, h in job.hypers.items()}
+                scaled = {i: replace(h, scale=scale) for i, h in {id(h): h for h in job.hypers.values()}.items()}
+                job.hypers = {e: scaled[id(h)] for e, h in job.hypers.items()}
             start = time.perf_counter()
             if job.slab is not None and getattr(self.kernel, "joins", False):
                 self.kernel(state.runs(job.layer, job.slab, job.hypers))

@@ -44,6 +44,16 @@ def test_rivals_are_named_where_they_win(tmp_path: Path) -> None:
     assert {f.name: f.read_bytes() for f in (tmp_path / "docs" / "img").iterdir()} == pictures
 
 
+def test_a_step_with_sliding_attention_that_gains_nothing_is_named(tmp_path: Path) -> None:
+    row = {"model": "wan-1.3b", "window": "3x7x7", "layers": 4, "forward_ms": 1.0, "peak_gib": 2.0}
+    rows = [{**row, "grid": g, "tokens": n, "system": s, "step_ms": ms, "ratio": ms / 10} for g, n, s, ms in (
+        ("2x4x4", 32, "graphopt", 10.0), ("2x4x4", 32, "graphopt_dsa", 12.0), ("4x8x8", 256, "graphopt_dsa", 4.0))]
+    text = page(tmp_path, {"dsa_step": [*rows, {**row, "grid": "9x9x9", "tokens": 729, "system": "eager", "error": "memory"}]})
+    assert "| 4x8x8 | 256 | 3x7x7 | 4 | graphopt_dsa | 1 | 4 | 0.4 | 2 |" in text
+    assert "**As good or better elsewhere:** 32 tokens: dense attention is as fast as graphopt_dsa." in text
+    assert "9x9x9" not in text
+
+
 def test_the_page_of_this_tree_is_current(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "README.md", tmp_path)

@@ -76,3 +76,37 @@ def test_training_mode_draws_new_numbers_in_every_layer() -> None:
     assert not torch.equal(f(*x), f(*x))
     model.eval()
     assert torch.equal(f(*x), f(*x))
+
+
+class Numbered(torch.nn.Module):
+    """Layers with a number of their own, which dynamic=True makes a symbol."""
+
+    def __init__(self, *eps: float) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.LayerNorm(16, eps=e) for e in eps)
+
+    def forward(self, x: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+        shift, scale, gate = e.chunk(3, -1)
+        for block in self.blocks:
+            x = x + gate * (block(x) * (1 + scale) + shift) * block.eps
+        return x
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("eps", "classes"), [((0.5, 0.5, 0.5, 0.5), 2), ((0.5, 0.5, 0.5, 0.25), 3)])
+def test_numbers_of_layers_under_dynamic_shapes(eps, classes, streamed) -> None:
+    """A class never has the eps of another layer, and a changed eps is seen.  The first layer's x needs no gradient."""
+    model = Numbered(*eps)
+    twin = copy.deepcopy(model)
+    if streamed:
+        graphopt.stream(model, "cpu", resident=[])
+    f = torch.compile(model, backend="graphopt", dynamic=True, options=OPTIONS)
+    for S in (5, 9):
+        x = torch.randn(2, S, 16), torch.randn(2, 1, 48)
+        torch.testing.assert_close(step(f, *x), step(twin, *x), rtol=1e-5, atol=1e-6)
+    notes = [n for g in graphopt.report(f).graphs for n in g.notes]
+    assert any(f"in {classes} classes" in n for n in notes), notes
+    # compiled again while gradients are there: torch 2.11 and 2.12 look at them
+    model.blocks[1].eps = twin.blocks[1].eps = 0.125
+    x = torch.randn(2, 7, 16), torch.randn(2, 1, 48)
+    torch.testing.assert_close(step(f, *x), step(twin, *x), rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
@@ -34,19 +34,38 @@ def steps(model: Any, latents: list[torch.Tensor], parameters: list[nn.Parameter
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     for x in latents:
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        model(x).float().square().mean().backward()
         last = {i: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for i, p in enumerate(parameters)}
         optimizer.step()
     return last
 
 
-def build() -> tuple[nn.Module, graphopt.dsa.Handle]:
+def build(dtype: torch.dtype, **sizes: int) -> tuple[nn.Module, graphopt.dsa.Handle]:
     torch.manual_seed(0)
-    model = tiny_video.TinyVideo(2)
+    model = tiny_video.TinyVideo(2, **sizes).to(dtype)
     handle = graphopt.dsa.convert(model, graphopt.dsa.DSAConfig((1, 3, 3)), select="blocks.*.attn")
     for p in handle.parameters():
         nn.init.normal_(p, std=0.1)
     return model, handle
+
+
+def sharded(model: Any, way: str) -> Any:
+    """FSDP2 around each block and the model.
+
+    "mixed": computing in bf16, all weights fp32.  "bf16": the model in bf16, its heads fp32 and sharded apart, because
+    FSDP2 wants one dtype per group.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    more = {"mp_policy": policy} if way == "mixed" else {}
+    model.checkpointing = way == "checkpointed"
+    if way == "bf16":
+        for head in graphopt.dsa.handle_of(model).layers.values():
+            fully_shard(head)
+    for block in model.blocks:
+        if way != "checkpointed":
+            block.compile(backend="graphopt", options=AOT)
+        fully_shard(block, **more)
+    return fully_shard(model, **more)
 
 
 def main() -> None:
@@ -58,27 +77,25 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.manual_seed(1)
     latents = [tiny_video.latent(4, *grid).to(device) for grid in ((3, 4, 5), (3, 5, 4))]
-    halves = [x[2 * rank : 2 * rank + 2] for x in latents]
-    base, handle = build()
-    base.to(device)
-    names = [n for n, _ in base.named_parameters()]
-    single = copy.deepcopy(base)
-    want = steps(single, latents, list(single.parameters()))
     found: dict[str, dict[str, float]] = {}
-    floor = 1e-3 * max(float(g.norm()) for g in want.values())
-    for way in ("checkpointed", "per block"):
-        model: Any = copy.deepcopy(base)
-        model.checkpointing = way == "checkpointed"
-        for block in model.blocks:
-            if way == "per block":
-                block.compile(backend="graphopt", options=AOT)
-            fully_shard(block)
-        fully_shard(model)
+    for way in ("checkpointed", "per block", "mixed", "bf16"):
+        torch._dynamo.reset()
+        low = way in ("mixed", "bf16")
+        dtype = torch.bfloat16 if way == "bf16" else torch.float32
+        base, _ = build(dtype, **({"width": 128, "heads": 2} if low else {}))  # heads of 64: kernels, on a GPU
+        base.to(device)
+        names = [n for n, _ in base.named_parameters()]
+        model = sharded(copy.deepcopy(base), way)
+        halves = [x[2 * rank : 2 * rank + 2].to(dtype) for x in latents]
+        base.float()
+        want = steps(base, latents, list(base.parameters()))
+        floor = (1e-2 if low else 1e-3) * max(float(g.norm()) for g in want.values())
         got = steps(model, halves, list(model.parameters()))
         gaps = {n: float((got[i] - want[i]).norm() / max(float(want[i].norm()), floor)) for i, n in enumerate(names)}
         found[way] = {"all": max(gaps.values()), "heads": max(g for n, g in gaps.items() if ".dsa." in n)}
-    if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        if rank == 0:
+            print(way, found[way], flush=True)
+            Path(sys.argv[1]).write_text(json.dumps({"device": torch.cuda.get_device_name() if gpu else "cpu", **found}))
     dist.destroy_process_group()
 
 

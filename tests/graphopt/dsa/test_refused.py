@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import tiny_video
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
+from torch.distributed.fsdp import fully_shard
 
 import graphopt
 from graphopt.dsa import DSAConfig, convert
@@ -77,6 +79,18 @@ def test_after_compile_and_twice_and_streamed() -> None:
         convert(model, SMALL, select="blocks.*.attn")
 
 
+def test_after_fsdp() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny()
+        fully_shard(model)
+        with pytest.raises(ConfigError, match="is a DTensor") as caught:
+            convert(model, SMALL, select="blocks.*.attn")
+        assert "before FSDP" in str(caught.value)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_cross_attention() -> None:
     model, _ = zoo.ZOO["wan"].build()
     with pytest.raises(ConfigError, match="cross-attention has no window"):
@@ -98,6 +112,10 @@ def test_a_grid_that_cannot_be_read() -> None:
     convert(model, SMALL, select="blocks.*.attn")
     with pytest.raises(ConfigError, match="video_grid"), torch.no_grad():
         model.blocks[0](torch.randn(2, 60, 16))
+    model.blocks[0].compile(backend="graphopt", options={"graphopt.compiler": "aot_eager"})
+    with pytest.raises(Exception, match="video_grid") as caught:
+        model.blocks[0](torch.randn(2, 60, 16))
+    assert isinstance(graphopt.errors.unwrap(caught.value), ConfigError)
 
 
 @pytest.mark.parametrize(("attend", "match"), [

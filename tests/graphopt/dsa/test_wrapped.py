@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -25,17 +25,17 @@ def found(tmp_path_factory) -> dict:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("way", ["checkpointed", "per block"])
-def test_gradients_are_those_of_one_process(found: dict, way: str) -> None:
-    assert found[way]["all"] <= 1e-5
-    assert found[way]["heads"] <= 1e-5
+@pytest.mark.parametrize(("way", "limit"), [
+    ("checkpointed", 1e-5), ("per block", 1e-5), ("mixed", 0.1), ("bf16", 0.15)])
+def test_gradients_are_those_of_one_process(found: dict, way: str, limit: float) -> None:
+    """Those in bf16 against fp32 gradients."""
+    assert found[way]["all"] <= limit
+    assert found[way]["heads"] <= limit
 
 
-def test_the_adaptation_example_runs(tmp_path) -> None:
-    spec = importlib.util.spec_from_file_location("adapt_dsa", ROOT / "examples" / "adapt_dsa.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["adapt_dsa"] = module
-    spec.loader.exec_module(module)
+def test_the_adaptation_example_runs(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    module = importlib.import_module("adapt_dsa")
     module.main(["--smoke", "--seed", "0", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "seed0.json").read_text())
     assert set(result["arms"]) == set(module.ARMS)
@@ -44,6 +44,8 @@ def test_the_adaptation_example_runs(tmp_path) -> None:
         assert all(0 < e < 10 for p in arm["curve"] for e in p["error"].values())
     start = {name: arm["curve"][0]["error"] for name, arm in result["arms"].items()}
     assert start["dsa"] == start["window"] == start["tap"] != start["dense"], "offsets start at zero"
+    module.join(tmp_path, ["--smoke"])
+    assert json.loads((tmp_path / "adapt_dsa.json").read_text())["rows"] == [result]
     module.plot(tmp_path)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "offsets.png").exists()

@@ -34,7 +34,7 @@ def test_one_against_three_microbatches_of_a_rewritten_wan_block(tmp_path):
 @pytest.mark.nightly
 def test_every_policy_in_a_real_loop(tmp_path):
     done = torchrun("schedule_step.py", "--machine=here", "--layers=1", "--width=128", "--text-dim=32", "--shrink=12",
-                    "--system=aot_eager", "--budget=60", "--shapes=4", "--sizes=4", "--steps=4,3", "--tau=1.3,2",
+                    "--system=aot_eager", "--budget=90", "--shapes=3", "--sizes=2", "--steps=4,3", "--tau=1.3,2",
                     "--workers=1", "--plan-ranks=4", "--speed-calls=3", "--speeds", "--out", str(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path)

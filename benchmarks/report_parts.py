@@ -1,0 +1,58 @@
+"""What sections of the benchmark page are made of: result files, a section, a table, a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Row = dict
+
+
+@dataclass
+class Section:
+    """One heading of the page.
+
+    Attributes:
+        title: the heading.
+        files: result files it was made of, relative to benchmarks/results.
+        text: Markdown.
+        figure: name of its plot and the function that draws it, if there is one.
+    """
+
+    title: str
+    files: list[str]
+    text: str
+    figure: tuple[str, Callable[[Path], None]] | None = None
+    rivals: list[str] = field(default_factory=list)
+
+
+class Results:
+    """Result files by machine and name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = {str(f.relative_to(folder)): json.loads(f.read_text()) for f in sorted(folder.rglob("*.json"))}
+
+    def rows(self, name: str, **where: object) -> Iterator[tuple[str, Row]]:
+        """Rows of <machine>/<name>.json with these values, and their file."""
+        for file, found in self.files.items():
+            if Path(file).stem == name:
+                for row in found["rows"]:
+                    if all(row.get(k) == v for k, v in where.items()):
+                        yield file, row
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits; a dash for None."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if abs(value) >= 10 ** (digits - 1) else text
