@@ -1,26 +1,31 @@
 """The fused AdaLN operators against Inductor (mix-order off), Liger and eager, as whole compiled functions.
 
-    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--functions F1,F2,F2a,F3] [--warm I/N] [--out FOLDER]
+    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--functions F1,F2,F2a,F3] [--workers 6] [--out FOLDER]
                  [--systems graphopt,graphopt_two_pass,inductor,inductor_max_autotune,inductor_mix_order,liger,eager]
+    python benchmarks/adaln.py --warm ...                                compile only, so that caches are filled
     python benchmarks/adaln.py --tune [--cases ...] [--seconds 200]      (adaln_tune.py: a table for this GPU)
     python benchmarks/adaln.py --fit | --judge                           (on results that are there: adaln_results.py)
 
 Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
 copy bandwidth) over graphopt's time.  Functions are those of adaln_functions.py.  `inductor_max_autotune` adds
 coordinate descent; `inductor_mix_order` is torch's default, whose gradients are wrong (pytorch#193061): it may raise.
+Worker processes compile beside one another; then the GPU is left to one of them at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from _processes import Child
 from _results import copy_tb_per_s, kept_times, save
 from _timing import replayed
 from adaln_functions import FUNCTIONS, floor_bytes, liger, operands
@@ -28,12 +33,14 @@ from adaln_functions import FUNCTIONS, floor_bytes, liger, operands
 SHAPES = ("1x75600x5120,1x64000x3072,2x16384x3072,1x32760x1536,8x4096x1152,1x4096x3072,4x4096x2432,4x4096x1536,"
           "2x1024x3072,2x512x3072,1x512x3072,4x333x2432,1x512x1536,1x256x3072,4x256x1152,2x77x3072,1x77x2432,1x64x1152")
 SMALL = 300e6  # bytes of one tensor: eager is timed below this only
+HELD = 5e9  # bytes of x of all functions that workers hold at once, as a rule
 KEYS = ("kernel", "direction", "shape", "dtype", "form")
+Item = tuple[str, str, str]
 
 
 def compiled(code: str, system: str, f):
     """The function as a system runs it; None where it has none."""
-    torch._dynamo.reset()
+    f = fresh(f)
     if system.startswith("graphopt"):
         return torch.compile(f, backend="graphopt", dynamic=False, options={"graphopt.select": "all"})
     if system == "inductor":
@@ -46,12 +53,72 @@ def compiled(code: str, system: str, f):
     return liger(code) if system == "liger" else f
 
 
-def timed(code: str, system: str, args: list[torch.Tensor], measure: bool = True) -> tuple[float, float] | None:
-    """(forward, backward) microseconds; None where a system has no such function."""
-    made = FUNCTIONS[code].made(args[0].shape[-1])
+def fresh(f):
+    """The same function with code of its own: torch.compile counts the graphs of a code object."""
+    if isinstance(f, torch.nn.Module):
+        module = f
+        f = lambda *args: module(*args)
+    return FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+
+
+class Worker:
+    """A process: functions compiled here, by their keys, until they are dropped."""
+
+    def __init__(self) -> None:
+        torch._functorch.config.donated_buffer = False
+        self.held: dict[Item, Any] = {}
+
+    def prepare(self, items: list[Item]) -> dict[Item, str]:
+        """Compile and run each once, forward and backward; what failed, and why."""
+        failed = {}
+        for item in items:
+            try:
+                self.held[item] = prepared(*item)
+            except Exception as error:
+                failed[item] = f"{type(error).__name__}: {str(error)[:300]}"
+        return failed
+
+    def time(self, item: Item) -> tuple[float, float, tuple[int, int]] | None:
+        """(forward, backward) microseconds and bytes that must move; None where the system has no such function."""
+        found = self.held[item]
+        if found is None:
+            return None
+        forward, backward, stream, floor = found
+        return replayed(forward, stream, warmup=10, rep=60), replayed(backward, stream, warmup=10, rep=60), floor
+
+    def drop(self) -> None:
+        """Forget them all."""
+        self.held.clear()
+        torch.cuda.empty_cache()
+
+
+def prepared(text: str, code: str, system: str) -> Any:
+    """Forward and backward as calls, the stream they were recorded on, and the bytes that must move; compiled."""
+    B, N, D = map(int, text.split("x"))
+    torch.manual_seed(0)
+    args = operands(code, B, N, D, torch.bfloat16)
+    made = FUNCTIONS[code].made(D)
+    leaves = [*args, *(made.parameters() if isinstance(made, torch.nn.Module) else ())]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with strategy(system):
         f = compiled(code, system, made)
-        return None if f is None else times(code, system, f, made, args, measure)
+        if f is None:
+            return None
+        with torch.cuda.stream(stream):
+            out = f(*args)
+        if system.startswith("graphopt"):
+            check(code, f)
+        cotangents = [torch.randn_like(o) for o in flat(out)]
+
+        def backward() -> Any:
+            return torch.autograd.grad(flat(out), leaves, cotangents, retain_graph=True)
+
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            backward()
+        torch.cuda.synchronize()
+    return lambda: f(*args), backward, stream, floor_bytes(code, args, len(flat(out)))
 
 
 @contextmanager
@@ -71,30 +138,6 @@ def strategy(system: str):
         del os.environ["GRAPHOPT_REDUCTION"]
 
 
-def times(code: str, system: str, f, made, args: list[torch.Tensor], measure: bool) -> tuple[float, float] | None:
-    """The times of a callable; None where they are not wanted."""
-    leaves = [*args, *(made.parameters() if isinstance(made, torch.nn.Module) else ())]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        out = f(*args)
-    if system.startswith("graphopt"):
-        check(code, f)
-    cotangents = [torch.randn_like(o) for o in flat(out)]
-
-    def backward():
-        return torch.autograd.grad(flat(out), leaves, cotangents, retain_graph=True)
-
-    torch.cuda.synchronize()
-    if not measure:
-        with torch.cuda.stream(stream):
-            backward()
-        torch.cuda.synchronize()
-        return None
-    forward_us = replayed(lambda: f(*args), stream, warmup=10, rep=60)
-    return forward_us, replayed(backward, stream, warmup=10, rep=60)
-
-
 def check(code: str, f) -> None:
     """Was the function rewritten into the operator that the row is named after?"""
     import graphopt
@@ -110,20 +153,18 @@ def flat(out):
     return list(out) if isinstance(out, tuple) else [out]
 
 
-def rows_of(code: str, shape: tuple[int, int, int], us: dict, args: list[torch.Tensor], bandwidth: float) -> list[dict]:
+def rows_of(text: str, code: str, found: dict[str, Any], bandwidth: float) -> list[dict]:
     """The result rows of one function and shape, forward and backward."""
     f = FUNCTIONS[code]
-    outs = 1 if f.operator in ("norm_modulate", "gate_residual") else 2
     rows = []
     for i, direction in enumerate(("forward", "backward")):
-        row = dict(kernel=f.kernel, direction=direction, shape=list(shape), dtype="bfloat16", form=f.form,
-                   us={s: t[i] for s, t in us.items()})
-        if "graphopt" in us:
-            row["roofline"] = floor_bytes(code, args, outs)[i] / bandwidth / 1e6 / us["graphopt"][i]
+        row: dict[str, Any] = dict(kernel=f.kernel, direction=direction, shape=[int(n) for n in text.split("x")],
+                                   dtype="bfloat16", form=f.form, us={s: t[i] for s, t in found.items()})
+        if "graphopt" in found:
+            row["roofline"] = found["graphopt"][2][i] / bandwidth / 1e6 / found["graphopt"][i]
         rows.append(row)
-        times = "  ".join(f"{s} {t[i]:.1f}" for s, t in us.items())
-        name = f"{code:3s} {direction:8s} {'x'.join(map(str, shape)):14s}"
-        print(f"{name} {row.get('roofline', 0):.3f}  us: {times}", flush=True)
+        times = "  ".join(f"{s} {t[i]:.1f}" for s, t in found.items())
+        print(f"{code:3s} {direction:8s} {text:14s} {row.get('roofline', 0):.3f}  us: {times}", flush=True)
     return rows
 
 
@@ -132,7 +173,8 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--functions", default="F1,F2,F2a,F3")
     parser.add_argument("--systems", default="graphopt,inductor,eager")
-    parser.add_argument("--warm", help="compile only a share of the work, as i/n: other processes fill the same caches")
+    parser.add_argument("--workers", type=int, default=6, help="processes that compile beside one another")
+    parser.add_argument("--warm", action="store_true", help="compile only: fills the compilers' caches")
     parser.add_argument("--tune", action="store_true", help="search this GPU's configurations (adaln_tune.py)")
     parser.add_argument("--fit", action="store_true", help="write the cost model's data from the results")
     parser.add_argument("--judge", action="store_true", help="how often the cost model decides right on the results")
@@ -155,31 +197,48 @@ def main() -> None:
 
 def measure_all(args: argparse.Namespace) -> None:
     """Measure every shape, function and system asked for; rows are saved as they come."""
-    torch._functorch.config.donated_buffer = False
+    workers = [Child(Worker) for _ in range(args.workers)]
     bandwidth = 0.0 if args.warm else copy_tb_per_s()
-    share, of = map(int, (args.warm or "0/1").split("/"))
-    number = itertools.count()
+    for items in portions(args):
+        shares = {w: items[i::len(workers)] for i, w in enumerate(workers)}
+        for w, mine in shares.items():
+            w.ask("prepare", mine)
+        for w, mine in shares.items():
+            for item, why in w.answer().items():
+                print(f"{' '.join(item)}: {why}" if isinstance(item, tuple) else f"{mine}: {why}", flush=True)
+                items = [i for i in items if i != item and (isinstance(item, tuple) or i not in mine)]
+        for text, code in {} if args.warm else dict.fromkeys(i[:2] for i in items):
+            found = {}
+            for item in [i for i in items if i[:2] == (text, code)]:
+                answer = next(w for w, mine in shares.items() if item in mine).call("time", item)
+                if isinstance(answer, tuple):
+                    found[item[2]] = answer
+                elif answer is not None:
+                    print(f"{' '.join(item)}: {answer}", flush=True)
+            if found:
+                rows = kept_times("adaln", rows_of(text, code, found, bandwidth), KEYS, args.out)
+                save("adaln", rows, KEYS, {"copy_tb_per_s": bandwidth}, args.out)
+        for w in workers:
+            w.call("drop")
+    for w in workers:
+        w.end()
+
+
+def portions(args: argparse.Namespace) -> Iterator[list[Item]]:
+    """(shape, function, system): what is compiled and held at once, shape after shape."""
+    now: list[Item] = []
+    held = 0.0
     for text in args.shapes.split(","):
-        shape = B, N, D = tuple(map(int, text.split("x")))
+        B, N, D = map(int, text.split("x"))
         for code in args.functions.split(","):
-            torch.manual_seed(0)
-            tensors = operands(code, B, N, D, torch.bfloat16)
-            us = {}
-            for system in args.systems.split(","):
-                if (system == "eager" and tensors[0].nbytes >= SMALL) or next(number) % of != share:
-                    continue
-                try:
-                    found = timed(code, system, tensors, measure=not args.warm)
-                except Exception as error:
-                    print(f"{text} {code} {system}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                    continue
-                if found is not None:
-                    us[system] = found
-            if us:
-                rows = rows_of(code, shape, us, tensors, bandwidth)
-                save("adaln", kept_times("adaln", rows, KEYS, args.out), KEYS, {"copy_tb_per_s": bandwidth}, args.out)
-            del tensors
-            torch.cuda.empty_cache()
+            systems = [s for s in args.systems.split(",") if s != "eager" or 2 * B * N * D < SMALL]
+            if now and held + 2 * B * N * D * len(systems) > HELD:
+                yield now
+                now, held = [], 0.0
+            now += [(text, code, s) for s in systems]
+            held += 2 * B * N * D * len(systems)
+    if now:
+        yield now
 
 
 if __name__ == "__main__":

@@ -59,8 +59,7 @@ def bias_gradient(results: Results) -> Section | None:
     lines = [[r["what"], " x ".join(map(str, r["shape"])), *(number(r["us"].get(s)) for s in systems),
               number(r["roofline"], 2)] for _, r in sorted(found, key=lambda fr: (fr[1]["what"], fr[1]["shape"]))]
     text = ("`gelu`: GELU's backward and the sum of its result over rows. `sum`: the sum alone, of a matrix in memory. "
-            "Microseconds, and the share of the copy bandwidth. The kernels run with "
-            "`graphopt.experimental=[\"column_sums\"]`.\n\n"
+            "Microseconds, and the share of the copy bandwidth (pass `column_sums`).\n\n"
             + table(["", "rows x columns", *systems, "of copy"], lines))
     return Section("Gradients of biases", sorted({f for f, _ in found}), text)
 

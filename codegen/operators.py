@@ -32,7 +32,7 @@ from graphopt.codegen.form import FUSIONS, OPERANDS, Fusion, decode_outputs, dec
 SOURCES = (
     "form.py", "reference.py", "operators.py", "spec.py", "configure.py", "layout.py", "emit.py", "emit_base.py",
     "emit_forward.py", "emit_backward.py", "emit_sums.py", "kernels.py",
-    "tuned.py", "data/configurations.json", "column_sums.py",
+    "tuned.py", "data/configurations.json", "column_sums.py", "joint.py",
 )
 
 # arguments after the tensors: outputs .. rounding

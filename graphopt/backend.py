@@ -26,6 +26,7 @@ from graphopt.passes import (
     column_sums,
     freeing_order,
     gradient_addends,
+    joint_launch,
     land_gradients,
     pipeline,
     reuse_gradients,
@@ -131,14 +132,18 @@ def passes(gm: fx.GraphModule, config: Config) -> list[pipeline.Pass]:
     """
     slide = slides(gm, config)
     order: list[pipeline.Pass] = [Canonicalize(), *([MatchGlobalAttention()] if slide else [])]
-    if "norm_rotate" in experimental(config):
+    if "norm_rotate" in beside(config):
         order.append(NormRotate())
     return [*order, AdaLN(), *([LowerVideoAttention(config.dsa)] if slide else [])]
 
 
-def experimental(config: Config) -> set[str]:
-    """The passes beside the sites that run: asked for, not disabled, and eager's roundings are not."""
-    return {*config.experimental} - {*config.disable} if config.numerics == "fp32" else set()
+def beside(config: Config) -> set[str]:
+    """The passes beside the sites that run: none where eager's roundings are asked for, or only certain rules."""
+    if config.numerics != "fp32":
+        return set()
+    usual = catalogue.BESIDE if config.rules is None else frozenset()
+    unverified = {"norm_rotate"} if config.verify else set()  # its chain writes in place, which verify does not replay
+    return {*usual, *config.experimental} - {*config.disable} - unverified
 
 
 def slides(gm: fx.GraphModule, config: Config) -> bool:
@@ -155,7 +160,8 @@ def with_order(
     fused = any(site.status == "rewritten" for site in sites)
     if config.compiler != "inductor" or not (fused or lands):
         return inductor_options
-    late = [m for m in (gradient_addends, column_sums) if _name(m) in experimental(config)]
+    late = [m for m in (gradient_addends, column_sums) if _name(m) in beside(config)]
+    last = [m for m in (joint_launch,) if _name(m) in beside(config)]
     reuses = "reuse_gradients" not in config.disable
 
     def change(graph: fx.Graph) -> None:
@@ -165,10 +171,12 @@ def with_order(
             freeing_order.free_early(graph)
             if reuses:
                 reuse_gradients.reuse(graph)
+            for module in last:
+                module.fold(graph)
         if lands:
             land_gradients.land(graph)
 
-    used = (*late, freeing_order, reuse_gradients, *([land_gradients, landing] if lands else []))
+    used = (*late, freeing_order, reuse_gradients, *last, *([land_gradients, landing] if lands else []))
     names = ([(_name(m), version(m)) for m in used], fused, reuses, operators.source_hash())
     order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
     return {**inductor_options, _compat.POST_GRAD: order}

@@ -33,7 +33,7 @@ class Config:
 
     rules: names of rules or families that run; None: every rule that keeps the maths.
     disable: names that do not run, whatever `rules` says.
-    experimental: passes that run only when asked for: "norm_rotate", "column_sums", "gradient_addends".
+    experimental: passes that run only when asked for: "joint_launch".
     select: "profitable" leaves a site to Inductor where it is predicted to be faster there, "all" rewrites every one.
     numerics: "fp32" rounds once at the end of a site, "eager" after each op of the source.
     on_error: "fallback" leaves a site alone when something about it fails, "raise" raises.
@@ -179,7 +179,7 @@ def _check_rules(option: str, names: tuple[str, ...]) -> None:
     if option.endswith("experimental"):
         known = catalogue.EXPERIMENTAL
     elif not option.endswith("rules"):
-        known |= catalogue.EXPERIMENTAL | catalogue.LATE
+        known |= catalogue.BESIDE | catalogue.EXPERIMENTAL | catalogue.LATE
     for name in names:
         if name not in known:
             remedy = _nearest(name, sorted(known))

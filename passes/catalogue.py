@@ -31,8 +31,11 @@ RULES: tuple[Rule, ...] = (
     gate_residual.RULE,
 )
 
-# passes that run only when asked for; they are switched off like a rule
-EXPERIMENTAL = frozenset({"norm_rotate", "column_sums", "gradient_addends"})
+# passes beside the sites; they are switched off like a rule
+BESIDE = frozenset({"norm_rotate", "column_sums", "gradient_addends"})
+
+# passes that run only when asked for
+EXPERIMENTAL = frozenset({"joint_launch"})
 
 # what is always done to the graphs Inductor lowers: no rules, but switched off like one
 LATE = frozenset({"reuse_gradients"})

@@ -1,4 +1,4 @@
-"""A backward kernel writes dx over a gradient that nothing reads after it.
+"""A kernel writes dx, or the matrix it sums, over a gradient that nothing reads after it.
 
 Runs on the graphs Inductor lowers, where a generated kernel is a `triton_kernel_wrapper_functional` whose results start
 as `empty`.  A gradient [B, S, D] that arrives at a kernel mostly dies there, so its result needs no memory of its own:
@@ -6,7 +6,8 @@ the `empty` is replaced by the gradient, and Inductor's re-inplacing, which sees
 there.
 
 Safe for the one-pass kernels (emit_backward.py): a program reads the whole of a row, or of a chunk for the last time,
-before it writes it, and no other program touches that row.
+before it writes it, and no other program touches that row.  So does the kernel of column_sums.py with its tiles: an
+element is read once, by the program that writes there.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import fx
 
 from graphopt import _compat_triton
 from graphopt._compat import statically_true
-from graphopt.passes.freeing_order import base, last_readers
+from graphopt.passes.freeing_order import VIEWS, base, last_readers
 
-# results of a backward kernel, and the arguments whose memory they may take, the first that fits
-RESULTS = ("DX", "DBRANCH")
+# results of a kernel, and the arguments whose memory they may take, the first that fits
+RESULTS = ("DX", "DBRANCH", "OUT")
 
 
 def reuse(graph: fx.Graph) -> int:
@@ -29,12 +30,17 @@ def reuse(graph: fx.Graph) -> int:
     last, taken = last_readers(graph), 0
     for node in graph.nodes:
         call = _compat_triton.triton_call(node)
-        if call is None or not call.name.endswith("_backward") or not call.module.startswith("graphopt_kernels."):
+        if call is None or not call.module.startswith("graphopt_kernels."):
+            continue
+        if call.name == "column_sums":
+            names_same_memory(node, call)
+            call = _compat_triton.triton_call(node) or call
+        elif not call.name.endswith("_backward"):
             continue
         arguments = dict(call.arguments)
-        arrived = [n for name, n in arguments.items() if name.startswith(("DY", "DH"))]
+        arrived = [n for name, n in arguments.items() if name.startswith(("DY", "DH", "IN"))]
         dying = [n for n in arrived if dies(n, node, last)]
-        dying = [n for n in dying if sum(m is n for m in arguments.values()) == 1]
+        dying = [n for n in dying if sum(base(m) is base(n) for m in arguments.values() if isinstance(m, fx.Node)) == 1]
         for name in RESULTS:
             empty = arguments.get(name)
             if empty is None or empty.target is not torch.ops.aten.empty.memory_format or len(empty.users) != 1:
@@ -46,6 +52,19 @@ def reuse(graph: fx.Graph) -> int:
                 graph.erase_node(empty)
                 taken += 1
     return taken
+
+
+def names_same_memory(node: fx.Node, call: _compat_triton.TritonCall) -> None:
+    """Inputs that are views of a tensor in the form of the result become that tensor: a kernel sees only its memory."""
+    empty = call.arguments.get("OUT")
+    if not isinstance(empty, fx.Node):
+        return
+    for name, value in call.read.items():
+        inner = value
+        while inner.op == "call_function" and inner.target in VIEWS and not same_form(inner, empty):
+            inner = inner.args[0]  # type: ignore[assignment]
+        if inner is not value and same_form(inner, empty):
+            _compat_triton.set_triton_argument(node, name, inner)
 
 
 def dies(value: fx.Node, reader: fx.Node, last: dict[fx.Node, fx.Node]) -> bool:

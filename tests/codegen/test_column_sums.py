@@ -8,7 +8,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphopt import _compat_triton
-from graphopt.passes import column_sums
+from graphopt.codegen import column_sums as kernels_of
+from graphopt.codegen.column_sums import ColumnSums
+from graphopt.passes import column_sums, reuse_gradients
 
 pytestmark = pytest.mark.kernel
 aten = torch.ops.aten
@@ -70,6 +72,40 @@ def test_gelu(device: str, approximate: str, N: int) -> None:
         error = lambda t: ((t.double() - want).norm() / want.norm()).item()
         assert error(got) <= 1.25 * error(old) + 1e-6
     assert all(torch.equal(a, b) for a, b in zip(after, gm(*args)))
+
+
+def test_the_matrix_takes_the_place_of_a_gradient_that_dies(device: str) -> None:
+    def f(dy: Tensor, w: Tensor, pre: Tensor, x: Tensor):
+        g = aten.gelu_backward.default(aten.mm.default(dy, w).view(pre.shape), pre, approximate="tanh").view(-1, 384)
+        return aten.mm.default(g.t(), x), aten.sum.dim_IntList(g, [0], True)
+
+    dy, pre, x, _ = operands(device)
+    args = [torch.randn(52, 8, device=device).bfloat16(), torch.randn(8, 384, device=device).bfloat16(), pre, x]
+    gm = decomposed(f, *args)
+    assert column_sums.fold(gm.graph, multiprocessors=3, smallest=0) == 1
+    gm.recompile()
+    before = gm(*args)
+    assert reuse_gradients.reuse(gm.graph) == 1
+    launch = _compat_triton.triton_call(launches(gm)[0])
+    assert launch.arguments["OUT"].target is aten.mm.default
+    assert launch.arguments["OUT"] is launch.arguments["IN0"]
+    gm.recompile()
+    assert all(torch.equal(a, b) for a, b in zip(before, gm(*args)))
+
+
+@pytest.mark.parametrize("M,N", [(70, 256), (33, 320), (300, 128)])
+def test_in_place(device: str, M: int, N: int) -> None:
+    """OUT is IN0: the same bits as with memory of its own."""
+    inputs = tuple(("full", torch.bfloat16) for _ in range(2))
+    spec = ColumnSums(N, inputs, ("v0 = in0 * in1",), "v0", torch.bfloat16, True)
+    a, b = (torch.randn(M, N, device=device).bfloat16() for _ in range(2))
+    parts = spec.parts(M, 3)
+    results = []
+    for out in (torch.full_like(a, float("nan")), a):
+        partial = torch.full((parts, N), float("nan"), device=device)
+        kernels_of.kernel_of(spec)[(parts * spec.tiles,)](a, b, out, partial, M, parts, num_warps=kernels_of.WARPS)
+        results.append((out, partial))
+    assert all(torch.equal(p, q) for p, q in zip(*results))
 
 
 def test_a_matrix_in_memory_is_read_once(device: str) -> None:
@@ -147,7 +183,7 @@ def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(2, 8192, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     factors = [torch.randn(2, 1, D, device="cuda", requires_grad=True) for _ in range(2)]
     with caplog.at_level(logging.INFO, "graphopt"):
-        options = {"graphopt.select": "all", "graphopt.experimental": ["column_sums"]}
+        options = {"graphopt.select": "all"}
         out = torch.compile(f, backend="graphopt", options=options, dynamic=False)(x, *factors)
         cotangent = torch.randn_like(out)
         got = torch.autograd.grad(out, [first.bias, second.bias, first.weight], cotangent)

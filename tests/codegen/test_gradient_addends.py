@@ -205,6 +205,21 @@ def test_addends_keep_the_grid() -> None:
             assert configuration(wider).programs_per_sm == configuration(base).programs_per_sm
 
 
+def test_what_torch_remembers_of_the_inputs_follows() -> None:
+    """Torch walks a call's inputs and their remembered values together, so both need the same keys."""
+    gm, _ = Case("F1", "cpu").launch([3])
+    (node,) = (n for n in gm.graph.nodes if _compat_triton.triton_call(n) is not None)
+    node.meta["eager_input_vals"] = ((), fx.map_arg(dict(node.kwargs), lambda n: n.meta["val"]))
+    assert gradient_addends.fold(gm.graph) == 1
+    _, remembered = node.meta["eager_input_vals"]
+    assert remembered.keys() == node.kwargs.keys()
+    assert remembered["kernel_idx"] == node.kwargs["kernel_idx"]
+    assert list(remembered["kwargs"]) == list(node.kwargs["kwargs"])
+    for name, value in node.kwargs["kwargs"].items():
+        if isinstance(value, fx.Node):
+            assert remembered["kwargs"][name] is value.meta["val"]
+
+
 @pytest.mark.gpu
 def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """Through torch.compile: q, k, v and an MLP read one modulated value."""
@@ -220,7 +235,7 @@ def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(2, 640, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     factors = [torch.randn(2, 1, D, device="cuda", requires_grad=True) for _ in range(2)]
     with caplog.at_level(logging.INFO, "graphopt"):
-        options = {"graphopt.select": "all", "graphopt.experimental": ["gradient_addends"]}
+        options = {"graphopt.select": "all"}
         compiled = torch.compile(f, backend="graphopt", options=options, dynamic=False)
         outs = compiled(x, *factors)
         cotangents = [torch.randn_like(o) for o in outs]

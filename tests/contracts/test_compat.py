@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from graphopt import _compat, _compat_capture, _compat_triton
+from graphopt import _compat, _compat_capture
 
 
 def test_inductor_compile_takes_options_by_keyword() -> None:
@@ -363,41 +363,3 @@ def test_a_backward_has_a_number_and_an_end() -> None:
     assert seen[1] is True, "called before the gradients were there"
     y.sum().backward()
     assert seen[2] != seen[0]
-
-
-def test_functional_kernel_calls_name_their_kernel_and_arguments() -> None:
-    triton = pytest.importorskip("triton")
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
-
-    @triton.jit
-    def copy_rows(X, Y):
-        pass
-
-    @triton.jit
-    def scale_rows(X, X2, Y, N):
-        pass
-
-    graph = torch.fx.Graph()
-    x, y, z = (graph.placeholder(name) for name in "xyz")
-    kwargs = dict(kernel_idx=kernel_side_table.add_kernel(copy_rows), constant_args_idx=0, grid=[(1,)],
-                  tma_descriptor_metadata={}, kwargs={"X": x, "Y": y}, tensors_to_clone=["Y"])
-    node = graph.call_function(triton_kernel_wrapper_functional, (), kwargs)
-    found = _compat_triton.triton_call(node)
-    assert (found.name, found.module) == ("copy_rows", __name__)
-    assert found.arguments == {"X": x, "Y": y}
-    assert _compat_triton.triton_call(x) is None
-    _compat_triton.set_triton_argument(node, "Y", z)
-    assert _compat_triton.triton_call(node).arguments == {"X": x, "Y": z}
-    assert not y.users
-    assert (found.kernel, found.written, found.read) == (copy_rows, ("Y",), {"X": x})
-    # another kernel in its place, with one more tensor
-    fresh = graph.call_function(triton_kernel_wrapper_functional, (), {**kwargs, "kwargs": {"X": x, "Y": y, "N": 7}})
-    _compat_triton.replace_kernel(fresh, scale_rows, 4, {"X": z, "X2": x})
-    call = _compat_triton.triton_call(fresh)
-    assert (call.kernel, call.arguments) == (scale_rows, {"X": z, "X2": x, "Y": y, "N": 7})
-    assert fresh.kwargs["grid"] == [(1,)]
-    added = _compat_triton.add_triton_call(graph, copy_rows, 4, (3,), {"X": x, "Y": y}, ["Y"])
-    call = _compat_triton.triton_call(added)
-    assert (call.name, call.written, call.read) == ("copy_rows", ("Y",), {"X": x})
-    (config,) = kernel_side_table.get_kernel(added.kwargs["kernel_idx"]).configs
-    assert config.num_warps == 4

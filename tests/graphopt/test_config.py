@@ -92,9 +92,22 @@ def test_mode_keyword_of_torch_compile() -> None:
 
 def test_experimental_passes_are_asked_for_by_name() -> None:
     assert config.parse(None, {})[0].experimental == ()
-    asked, _ = config.parse(None, {"graphopt.experimental": ["norm_rotate", "column_sums"]})
-    assert asked.experimental == ("norm_rotate", "column_sums")
-    with pytest.raises(ConfigError, match="did you mean 'norm_rotate'"):
-        config.parse(None, {"graphopt.experimental": ["norm_rotat"]})
+    asked, _ = config.parse(None, {"graphopt.experimental": ["joint_launch"]})
+    assert asked.experimental == ("joint_launch",)
+    with pytest.raises(ConfigError, match="did you mean 'joint_launch'"):
+        config.parse(None, {"graphopt.experimental": ["joint_lunch"]})
     with pytest.raises(ConfigError, match="unknown rule 'gradient_addends'"):
         config.parse(None, {"graphopt.rules": ["gradient_addends"]})
+
+
+def test_passes_beside_the_sites_run_unless_disabled() -> None:
+    from graphopt import backend
+
+    usual = {"norm_rotate", "column_sums", "gradient_addends"}
+    running = lambda **options: backend.beside(config.parse(None, {f"graphopt.{k}": v for k, v in options.items()})[0])
+    assert running() == usual
+    assert running(disable=["column_sums"]) == usual - {"column_sums"}
+    assert running(experimental=["joint_launch"]) == usual | {"joint_launch"}
+    assert running(numerics="eager") == set()
+    assert running(rules=["norm_modulate"]) == set()
+    assert running(verify=True) == usual - {"norm_rotate"}

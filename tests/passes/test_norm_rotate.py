@@ -9,7 +9,7 @@ from torch import fx
 
 import graphopt
 
-OPTIONS = {"graphopt.select": "all", "graphopt.compiler": "aot_eager", "graphopt.experimental": ["norm_rotate"]}
+OPTIONS = {"graphopt.select": "all", "graphopt.compiler": "aot_eager"}
 
 
 def rotate(hidden, cos_table, sin_table):
@@ -117,7 +117,7 @@ def test_it_can_be_switched_off(monkeypatch) -> None:
 
 
 def test_it_runs_only_when_asked_for() -> None:
-    f = compiled(Queries(), **{"graphopt.experimental": []})
+    f = compiled(Queries(), **{"graphopt.disable": ["norm_rotate"]})
     f(*operands())
     assert graphopt.report(f).count("rotary") == 0
 
