@@ -152,7 +152,9 @@ def measure(
     names = list(dtypes)
     if apart:
         floor = torch.tensor([1e-6 if d == torch.float32 else torch.finfo(d).eps / 10 for d in dtypes.values()])
-        errors = (each[..., :2] / each[..., 2:]).sqrt().cpu().clamp_min(floor[:, None]).log().mean(0).exp().tolist()
+        # of a trial whose truth is zero everywhere, no error is 0 and any error is infinite
+        ratios = torch.where(each[..., 2:] > 0, each[..., :2] / each[..., 2:], each[..., :2] / 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
+        errors = ratios.sqrt().cpu().clamp_min(floor[:, None]).log().mean(0).exp().tolist()
         sizes = each[..., 2].sum(0).tolist()
     else:
         totals = each.sum(0)
