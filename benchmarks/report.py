@@ -204,11 +204,13 @@ def several(results: Results) -> Section | None:
                             "waiting, %", "error of prediction, %", "CV of steps, %", "CV of loads, %", "out of memory",
                             "graphs"], lines))
     if more["grads"]:
-        parts += ["Gradients of ranks that run unequal counts of microbatches, against one process: largest relative "
-                  "error over parameters and steps.",
-                  table(["wrapper, precision", "counts", "ranks", "compiled by", "error", "parameter"],
-                        [[r["mode"], r["data"], str(r["ranks"]), r.get("system") or "-", f"{r['error']:.1e}",
-                          r.get("parameter") or "-"] for _, r in more["grads"]])]
+        by = lambda x: [str(x[1].get(k)) for k in ("system", "mode", "data")]
+        parts += ["Gradients of ranks that run unequal counts of microbatches, against one process that is wrapped and "
+                  "compiled alike, and one that is not wrapped: largest relative error over parameters and steps.",
+                  table(["system", "wrapper, precision", "counts", "ranks", "error", "parameter", "unwrapped", "in"],
+                        [[r.get("system") or "-", r["mode"], r["data"], str(r["ranks"]), f"{r['error']:.1e}",
+                          r.get("parameter") or "-", f"{r.get('error_unwrapped', r['error']):.1e}",
+                          r.get("parameter_unwrapped") or "-"] for _, r in sorted(more["grads"], key=by)])]
     if more["memory"]:
         parts += ["Peak memory of a step of three microbatches under FSDP2: parameters kept over the step, or gathered "
                   "for each microbatch.",

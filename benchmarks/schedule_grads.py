@@ -4,9 +4,9 @@
 
 Gradients: a small Wan (diffusers' class), blocks compiled by graphopt, FSDP2 and DDP, ranks running 1 and 3 (then 2 and
 5) microbatches a step, in fp32 and in bf16 mixed precision; every rank also runs all microbatches alone, the model
-compiled and wrapped the same way over that one rank (`error`), and not wrapped (`error_unwrapped`: kernels of a sharded
-module are compiled apart and may round otherwise).  Memory: peak of a step of three microbatches at 1.3B widths,
-parameters kept over the step ("step") or gathered for each microbatch ("microbatch").
+compiled and wrapped the same way over that one rank (`error`), and not wrapped (`error_unwrapped`: a sharded module may
+get other kernels, which round otherwise).  Memory: peak of a step of three microbatches at 1.3B widths, parameters kept
+over the step ("step") or gathered for each microbatch ("microbatch").
 
 Writes rows of check `grads` and `memory` to benchmarks/results/<machine>/schedule.json.  Exit code 1 if a gradient is
 off by more than 1e-6 (fp32).

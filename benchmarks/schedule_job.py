@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.fx.experimental._config
+import torch.utils.checkpoint
 
 import graphopt
 from graphopt.loading.microbatch import MicrobatchInfo
@@ -24,6 +25,21 @@ SYSTEMS = {  # options of the backend; None: not compiled
     "graphopt_all": {"graphopt.select": "all"},
     "aot_eager": {"graphopt.select": "all", "graphopt.compiler": "aot_eager"},  # for CPUs
 }
+
+
+class Recomputed(torch.nn.Module):
+    """A block that is recomputed in the backward, inside of what FSDP2 shards.
+
+    The model's own checkpointing is outside of it: FSDP2's hooks then run in the forward and not in the recomputation
+    (before torch 2.13 not even the cast of the inputs, a CheckpointError), and torch compiles both apart.
+    """
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
 class Job:
@@ -47,14 +63,12 @@ class Job:
                 num_attention_heads=width // 128, attention_head_dim=128, ffn_dim=int(width * 35 / 6),
                 num_layers=layers, in_channels=16, out_channels=16, text_dim=text_dim,
             )  # fmt: skip
-        if checkpoint:
-            model.enable_gradient_checkpointing()
         options = SYSTEMS[system]
         for block in model.blocks if options is not None else ():
             block.compile(backend="graphopt", dynamic=True, options=options)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = fully_shard(Recomputed(block) if checkpoint else block, mp_policy=policy)
         self.model, self.device, self.text_dim = fully_shard(model, mp_policy=policy), device, text_dim
         self.opt = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
 

@@ -172,7 +172,8 @@ def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: in
     except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
         schedule.save([{**row, "policy": o.policies, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
         raise
-    kept = len(graphopt.report(job.model.blocks[0]).graphs) if SYSTEMS[o.system] is not None else 0
+    block = job.model.blocks[0]
+    kept = len(graphopt.report(getattr(block, "block", block)).graphs) if SYSTEMS[o.system] is not None else 0
     by = {p: {**row, "policy": p, "graphs": graphs(), "graphs_kept": kept, **found[twin[p]],
               "microbatches": None if p == "step_balanced" else plans[p].manifest["layout"]["microbatches"],
               "same_plan_as": twin[p] if twin[p] != p else None} for p in plans}  # fmt: skip

@@ -139,6 +139,7 @@ class Run:
     def __init__(self, s: Setup, seed: int, device: str) -> None:
         self.s, self.seed, self.device = s, seed, device
         self.eager = False  # without CUDA graphs
+        self.progress: Callable[[], None] = lambda: None  # called after each evaluation
         torch.manual_seed(seed)
         g = torch.Generator(device).manual_seed(10_000)  # held-out videos are the same for every seed
         self.held_out = []
@@ -187,20 +188,21 @@ class Run:
             out[str(speed)] = float(error.sum() / (mask[:, :, 1::2].sum() * 3))
         return out
 
-    def train(self, model: torch.nn.Module, groups: list[dict], steps: int, seed: int, every: int, batch: int,
-              handle: Any = None, distill: int = 0) -> list[dict]:
-        """Curve of held-out errors; the first `distill` steps add the distillation loss."""
+    def train(self, curve: list[dict], model: torch.nn.Module, groups: list[dict], steps: int, seed: int, every: int,
+              batch: int, handle: Any = None, distill: int = 0) -> None:
+        """Held-out errors go to `curve`; the first `distill` steps add the distillation loss."""
         cuda = self.device == "cuda"
         base = [g["lr"] for g in groups]
         for g in groups:  # a graph reads the learning rate from memory
             g["lr"] = torch.tensor(g["lr"], device=self.device) if cuda else g["lr"]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=cuda, capturable=cuda)
         torch.manual_seed(seed)
-        curve, start, step = [], time.perf_counter(), None
+        start, step = time.perf_counter(), None
         for i in range(steps + 1):
             if i % every == 0 or i == steps:
                 curve.append({"step": i, "error": self.evaluate(model), "seconds": time.perf_counter() - start})
                 print(f"seed {self.seed}", curve[-1], flush=True)
+                self.progress()
             if i == steps:
                 break
             for group, lr in zip(optimizer.param_groups, base):  # a short warm-up, then a falling line
@@ -212,7 +214,6 @@ class Run:
             if step is None or (handle is not None and i == distill):
                 step = self.stepper(model, optimizer, handle if i < distill else None, batch)
             step()
-        return curve
 
     def stepper(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, handle: Any,
                 batch: int) -> Callable[[], None]:
@@ -246,15 +247,16 @@ class Run:
         return graph.replay
 
 
-def pretrained(run: Run) -> tuple[torch.nn.Module, list[dict]]:
-    """A dense model and its curve."""
+def pretrained(run: Run, curve: list[dict]) -> torch.nn.Module:
+    """A dense model; its held-out errors go to `curve`."""
     s, model = run.s, build(run.s).to(run.device)
     everything = [{"params": list(model.parameters()), "lr": s.lr}]
-    return model, run.train(model, everything, s.pretrain, 1 + run.seed, max(1, s.pretrain // 5), s.batch)
+    run.train(curve, model, everything, s.pretrain, 1 + run.seed, max(1, s.pretrain // 5), s.batch)
+    return model
 
 
-def adapted(run: Run, dense: torch.nn.Module, arm: str, folder: Path | None) -> dict[str, Any]:
-    """One arm from the pre-trained weights; a field of offsets goes to `folder`."""
+def adapted(run: Run, dense: torch.nn.Module, arm: str, result: dict[str, Any], folder: Path | None) -> None:
+    """One arm from the pre-trained weights, into `result`; a field of offsets goes to `folder`."""
     offsets, changes = ARMS[arm]
     s, model, handle = replace(run.s, **changes), copy.deepcopy(dense), None
     groups = [{"params": list(model.parameters()), "lr": s.adapt_lr}]
@@ -264,25 +266,23 @@ def adapted(run: Run, dense: torch.nn.Module, arm: str, folder: Path | None) -> 
         handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
         if offsets != "zero":
             groups.append({"params": list(handle.parameters()), "lr": s.head_lr, "weight_decay": 0.0})
-    result: dict[str, Any] = {}
-    result["curve"] = run.train(model, groups, s.adapt, 1000 + run.seed, s.every, s.adapt_batch, handle, s.distill)
+    result["curve"] = []
+    run.train(result["curve"], model, groups, s.adapt, 1000 + run.seed, s.every, s.adapt_batch, handle, s.distill)
     if offsets in ("head", "tap"):
         result["offsets"] = offsets_and_motion(run, model, handle, folder)
-    return result
 
 
 def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...], eager: bool) -> None:
-    """Everything of one seed; results are written after each arm."""
+    """Everything of one seed; results are written after each evaluation."""
     run = Run(s, seed, device)
-    path = out / f"seed{seed}.json"
-    result: dict[str, Any] = {"seed": seed, "setup": asdict(s), "device": _device_name(device), "arms": {}}
-    run.eager = eager
-    dense, result["pretrain"] = pretrained(run)
-    _write(path, result)
+    result: dict[str, Any] = {"seed": seed, "setup": asdict(s), "device": _device_name(device), "pretrain": [],
+                              "arms": {}}
+    run.eager, run.progress = eager, lambda: _write(out / f"seed{seed}.json", result)
+    dense = pretrained(run, result["pretrain"])
     for arm in arms:
         print(f"seed {seed} {arm}", flush=True)
-        result["arms"][arm] = adapted(run, dense, arm, out if seed == 0 and arm == "dsa" else None)
-        _write(path, result)
+        adapted(run, dense, arm, result["arms"].setdefault(arm, {}), out if seed == 0 and arm == "dsa" else None)
+        run.progress()
 
 
 @torch.no_grad()

@@ -53,16 +53,19 @@ def alone(setup: dict[str, Any]) -> float:
 def table(folder: Path) -> str:
     """Final held-out errors, mean and range over seeds."""
     seeds = _rows(folder)
-    lines = [f"{'arm':<24}" + "".join(f"speed {v}".rjust(24) for v in SPEEDS)]
+    lines = [f"{'arm':<26}" + "".join(f"speed {v}".rjust(24) for v in SPEEDS)]
     rows = {"pre-trained": [s["pretrain"][-1]["error"] for s in seeds]}
     for arm in _arms(seeds):
-        rows[arm] = [s["arms"][arm]["curve"][-1]["error"] for s in seeds if arm in s["arms"]]
+        curves = [s["arms"][arm]["curve"] for s in seeds if s["arms"].get(arm)]
+        steps = min(c[-1]["step"] for c in curves)  # a run may have been cut off
+        name = arm if steps == seeds[0]["setup"]["adapt"] else f"{arm}, {steps} steps only"
+        rows[name] = [p["error"] for c in curves for p in c if p["step"] == steps]
     for arm, errors in rows.items():
         cells = []
         for v in SPEEDS:
             x = [e[str(v)] for e in errors]
             cells.append(f"{sum(x) / len(x):.4f} ({min(x):.4f}..{max(x):.4f})".rjust(24) if x else "-".rjust(24))
-        lines.append(f"{arm:<24}" + "".join(cells))
+        lines.append(f"{arm:<26}" + "".join(cells))
     return "\n".join(lines)
 
 
@@ -77,13 +80,12 @@ def plot(folder: Path) -> None:
     fig, axes = plt.subplots(1, len(SPEEDS), figsize=(3.2 * len(SPEEDS), 3), sharey=True, layout="constrained")
     for ax, v in zip(axes, SPEEDS):
         for arm in _arms(seeds):
-            curves = [s["arms"][arm]["curve"] for s in seeds if arm in s["arms"]]
-            if not curves:
-                continue
+            curves = [s["arms"][arm]["curve"] for s in seeds if s["arms"].get(arm)]
+            curves = [c[: min(map(len, curves))] for c in curves]  # a run may have been cut off
             steps = [p["step"] for p in curves[0]]
             values = torch.tensor([[p["error"][str(v)] for p in c] for c in curves])
-            line, = ax.plot(steps, values.mean(0), label=arm, lw=1.5)
-            ax.fill_between(steps, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color(), lw=0)
+            line, = ax.plot(steps, values.mean(0), label=arm, lw=1.5, ls="--" if arm.startswith("dsa-") else "-")
+            ax.fill_between(steps, values.amin(0), values.amax(0), alpha=0.15, color=line.get_color(), lw=0)
         ax.axhline(alone(seeds[0]["setup"]), color="grey", ls=":", lw=1, label="best from the frame alone (linear)")
         ax.set_title(f"{v} tokens per frame", fontsize=9)
         ax.set_xlabel("steps after conversion", fontsize=8)

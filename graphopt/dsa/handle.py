@@ -37,16 +37,21 @@ class Handle:
         return twin
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The heads' parameters.  Give them a group of their own: no weight decay, a tenth of the learning rate."""
+        """The heads' parameters.  Give them a group of their own, without weight decay (`param_groups`)."""
         for head in self.layers.values():
             yield from head.parameters()
 
-    def param_groups(self, lr: float, **rest: Any) -> list[dict[str, Any]]:
-        """Two groups for an optimizer: the model's parameters at `lr`, the heads' at lr / 10 without weight decay."""
+    def param_groups(self, lr: float, head_lr: float | None = None, **rest: Any) -> list[dict[str, Any]]:
+        """Two groups for an optimizer: the model's parameters at `lr`, the heads' at `head_lr` without weight decay.
+
+        head_lr: default lr / 10, which is careful.  Offsets start at zero and move by learning only: at such a rate
+        they had not moved after 1,000 steps of the adaptation run (docs/dsa.md), at ten times lr they had.
+        """
         heads = [p for p in self.parameters() if p.requires_grad]
         own = {id(p) for p in heads}
         others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
-        return [{"params": others, "lr": lr, **rest}, {"params": heads, **rest, "lr": lr / 10, "weight_decay": 0.0}]
+        head_lr = lr / 10 if head_lr is None else head_lr
+        return [{"params": others, "lr": lr, **rest}, {"params": heads, **rest, "lr": head_lr, "weight_decay": 0.0}]
 
     def save(self, path: str | Path) -> Path:
         """Write the configuration beside a checkpoint (graphopt_dsa.json); `convert(model, path)` reads it."""

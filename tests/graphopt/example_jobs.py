@@ -150,10 +150,11 @@ class Job:
         return self.logs[rank].read_text(errors="replace")
 
 
-def finished(folder: Path, *options: str, ranks: int = 1, environment: dict[str, str] | None = None) -> Job:
+def finished(folder: Path, *options: str, ranks: int = 1, environment: dict[str, str] | None = None,
+             seconds: float = 240) -> Job:
     """A job that must end well."""
     job = Job(folder, *options, ranks=ranks, environment=environment)
-    codes = job.wait()
+    codes = job.wait(seconds)
     assert codes == [0] * ranks, "\n".join(job.output(r)[-3000:] for r in range(ranks))
     return job
 

@@ -1,4 +1,4 @@
-"""Run by test_wrapped.py under torchrun, gloo on CPU (NCCL where there are GPUs): a converted model under FSDP2, against one process.
+"""Run by test_wrapped.py under torchrun, gloo on CPU (NCCL where there are GPUs): a converted model under FSDP2 and DDP, against one process.
 
     torchrun --nproc-per-node 2 fsdp_worker.py OUT.json
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
 import tiny_video
@@ -49,8 +51,8 @@ def build(dtype: torch.dtype, **sizes: int) -> tuple[nn.Module, graphopt.dsa.Han
     return model, handle
 
 
-def sharded(model: Any, way: str) -> Any:
-    """FSDP2 around each block and the model.
+def wrapped(model: Any, way: str) -> Any:
+    """FSDP2 around each block and the model, or DDP.
 
     "mixed": computing in bf16, all weights fp32.  "bf16": the model in bf16, its heads fp32 and sharded apart, because
     FSDP2 wants one dtype per group.
@@ -64,28 +66,30 @@ def sharded(model: Any, way: str) -> Any:
     for block in model.blocks:
         if way != "checkpointed":
             block.compile(backend="graphopt", options=AOT)
-        fully_shard(block, **more)
-    return fully_shard(model, **more)
+        if way != "ddp":
+            fully_shard(block, **more)
+    return DistributedDataParallel(model) if way == "ddp" else fully_shard(model, **more)
 
 
 def main() -> None:
-    gpu = torch.cuda.is_available()
+    gpu = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if gpu else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution
     torch.manual_seed(1)
     latents = [tiny_video.latent(4, *grid).to(device) for grid in ((3, 4, 5), (3, 5, 4))]
     found: dict[str, dict[str, float]] = {}
-    for way in ("checkpointed", "per block", "mixed", "bf16"):
+    for way in ("checkpointed", "per block", "ddp", "mixed", "bf16"):
         torch._dynamo.reset()
         low = way in ("mixed", "bf16")
         dtype = torch.bfloat16 if way == "bf16" else torch.float32
         base, _ = build(dtype, **({"width": 128, "heads": 2} if low else {}))  # heads of 64: kernels, on a GPU
         base.to(device)
         names = [n for n, _ in base.named_parameters()]
-        model = sharded(copy.deepcopy(base), way)
+        model = wrapped(copy.deepcopy(base), way)
         halves = [x[2 * rank : 2 * rank + 2].to(dtype) for x in latents]
         base.float()
         want = steps(base, latents, list(base.parameters()))

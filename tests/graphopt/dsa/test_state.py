@@ -77,6 +77,7 @@ def test_param_groups() -> None:
     rest, heads = handle.param_groups(1e-3, weight_decay=0.1)
     assert (heads["lr"], heads["weight_decay"], rest["weight_decay"]) == (1e-4, 0.0, 0.1)
     assert len(rest["params"]) + len(heads["params"]) == len(list(model.parameters()))
+    assert [g["lr"] for g in handle.param_groups(1e-3, head_lr=1e-2)] == [1e-3, 1e-2]
 
 
 def test_revert_gives_the_model_back() -> None:

@@ -1,4 +1,4 @@
-"""A converted model under FSDP2 in two processes, and the adaptation example."""
+"""A converted model under FSDP2 and DDP in two processes, and the adaptation example."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def found(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize(("way", "limit"), [
-    ("checkpointed", 1e-5), ("per block", 1e-5), ("mixed", 0.1), ("bf16", 0.15)])
+    ("checkpointed", 1e-5), ("per block", 1e-5), ("ddp", 1e-5), ("mixed", 0.1), ("bf16", 0.15)])
 def test_gradients_are_those_of_one_process(found: dict, way: str, limit: float) -> None:
-    """Those in bf16 against fp32 gradients."""
+    """Those in bf16 against fp32 gradients.  Two GPUs add in another order: 7e-4 at most was seen on H200s, with TF32."""
+    limit = limit if found["device"] == "cpu" else max(limit, 2e-3)
     assert found[way]["all"] <= limit
     assert found[way]["heads"] <= limit
 
