@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from _results import save
-from step import step
 from step_models import CONFIGS, Size, build, inputs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "models"))
@@ -60,6 +59,11 @@ def compiled(model: torch.nn.Module, system: str) -> Any:
         return torch.compile(model, options={"triton.mix_order_reduction": False})
     options = {"graphopt.on_error": "raise"} | ({"graphopt.select": "all"} if system == "graphopt_all" else {})
     return torch.compile(model, backend="graphopt", options=options)
+
+
+def step(f: Any, kw: dict) -> None:
+    """Forward and backward of a mean square."""
+    f(**kw)[0].float().square().mean().backward()
 
 
 def gradients(f: Any, model: torch.nn.Module, kw: dict, cotangent: torch.Tensor) -> contract.Result:
