@@ -123,7 +123,7 @@ def texts() -> str:
 def test_error_texts_are_those_of_the_code() -> None:
     """The first column of the tables of troubleshooting.md, and the reasons of reading_a_report.md."""
     sources, checked = texts(), 0
-    for page, foreign in (("troubleshooting.md", ("Invalid backend", "DynamoBackend", "mode=", "options=")), ("reading_a_report.md", ())):
+    for page, foreign in (("troubleshooting.md", ("Invalid backend", "DynamoBackend", "mode=", "options=", "ImportError")), ("reading_a_report.md", ())):
         text = (ROOT / "docs" / page).read_text()
         start = text.index("## Why not there?") if page == "reading_a_report.md" else 0
         end = text.index("## In a script") if page == "reading_a_report.md" else len(text)

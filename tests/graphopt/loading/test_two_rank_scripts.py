@@ -59,3 +59,14 @@ def test_every_policy_in_a_real_loop(tmp_path):
     again = [sys.executable, str(BENCHMARKS / "schedule_step.py"), "--plans-from", str(tmp_path / "schedule.json"), "--plan-ranks=2"]
     subprocess.run(again, check=True)
     assert {r["policy"] for r in rows(tmp_path) if r["mode"] == "simulated with the fit" and r["ranks"] == 2} == set(measured)
+
+
+@pytest.mark.nightly
+def test_recomputed_blocks_are_compiled_once(tmp_path):
+    done = torchrun("schedule_step.py", "--machine=here", "--layers=1", "--width=128", "--text-dim=32", "--shrink=6",
+                    "--system=aot_eager", "--checkpoint", "--cap=32760", "--budget=60", "--shapes=3", "--sizes=2", "--steps=3",
+                    "--workers=1", "--plan-ranks=", "--speed-calls=3", "--policies=step_balanced", "--out", str(tmp_path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    fitted, measured = rows(tmp_path)
+    assert (fitted["mode"], measured["policy"], measured["checkpoint"]) == ("fit", "step_balanced", True)
+    assert measured["graphs"] == 2  # B = 1, and more
