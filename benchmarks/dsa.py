@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 import _results
+import _timing
 import dsa_rivals as rivals
 
 import graphopt
@@ -148,31 +149,65 @@ def large(grid: Triple, window: Triple) -> list[dict[str, Any]]:
     return rows
 
 
+def head_error(grid: Triple, channels: int, out: int) -> dict[str, float]:
+    """Relative L2 error of the offset head against fp64: y and every gradient."""
+    dtype = torch.float32 if TINY else BF
+    make = lambda *s: torch.randn(*s, device=rivals.DEVICE, dtype=dtype)
+    leaves = [make(2, math.prod(grid), channels), make(channels, 1, 3, 3, 3) * 0.2, make(channels) * 0.1,
+              make(out, channels) * 0.03, make(out)]
+    wide = [x.double().requires_grad_() for x in leaves]
+    leaves = [x.requires_grad_() for x in leaves]
+    y, Y = offset_head.offset_head(*leaves, grid), offset_head.offset_head(*wide, grid)
+    dy = torch.randn_like(y)
+    got, want = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(Y, wide, dy.double())
+    names = ("y", "dx", "dweight", "dbias", "dmatrix", "dlast")
+    return {n: ((a.double() - b).norm() / b.norm()).item() for n, a, b in zip(names, (y, *got), (Y, *want))}
+
+
+def head_system(f: Callable[[], torch.Tensor], leaves: list[torch.Tensor],
+                dy: torch.Tensor) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds as launched from Python, and of the device alone (replayed from CUDA graphs)."""
+    launched = rivals.timed(f, leaves, dy)
+    if TINY or rivals.once:
+        return launched, launched
+    stream = torch.cuda.Stream()
+    with torch.no_grad():
+        forward = _timing.replayed(f, stream)
+    with torch.cuda.stream(stream):
+        y = f()
+    backward = _timing.replayed(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True), stream)
+    both = _timing.replayed(lambda: torch.autograd.grad(f(), leaves, dy), stream)
+    return launched, dict(zip(DIRECTIONS, (forward / 1e3, backward / 1e3, both / 1e3)))
+
+
 def head(grid: Triple, channels: int, out: int) -> list[dict[str, Any]]:
     """The offset head against the bytes it must move: x read, offsets written; x, their gradient and du read, du and dx
-    written.  `fmas` is what the convolution, its transpose and its weight gradient must do in fp32."""
+    written.  `fmas` is what the convolution, its transpose and its weight gradient are in multiplications."""
     N = math.prod(grid)
     dtype = torch.float32 if TINY else BF
     make = lambda *s: torch.randn(*s, device=rivals.DEVICE, dtype=dtype)
     weights = [make(channels, 1, 3, 3, 3) * 0.2, make(channels), make(out, channels) * 0.03, make(out)]
     leaves = [x.requires_grad_() for x in (make(1, N, channels), *weights)]
     dy = torch.randn(1, N, out, device=rivals.DEVICE)
-    ms = {"graphopt": rivals.timed(lambda: offset_head.offset_head(*leaves, grid), leaves, dy)}
+    systems = {"graphopt": head_system(lambda: offset_head.offset_head(*leaves, grid), leaves, dy)}
     if not TINY:
-        def eager():
+        def eager() -> torch.Tensor:
             x = leaves[0].transpose(1, 2).unflatten(2, grid)
             u = F.conv3d(x, leaves[1], leaves[2], padding=1, groups=channels).flatten(2).transpose(1, 2)
             return F.linear(F.gelu(u, approximate="tanh"), leaves[3], leaves[4]).float()
-        ms["eager"] = rivals.timed(eager, leaves, dy)
+        systems["eager"] = head_system(eager, leaves, dy)
     unit, small = leaves[0].nbytes, dy.nbytes
     bytes_moved = {"forward": unit + small, "backward": 4 * unit + small, "both": 5 * unit + 2 * small}
     fmas = {"forward": 27 * N * channels, "backward": 54 * N * channels, "both": 81 * N * channels}
+    error = head_error((2, 3, 4) if TINY else (5, 17, 23), channels, out)
     rows = [{"what": "offset_head", "tokens": N, "window": [3, 3, 3], "heads": out // 3, "head_dim": channels,
              "dtype": str(dtype).removeprefix("torch."), "offsets": "head", "direction": d,
-             "ms": {n: t[d] for n, t in ms.items()}, "bytes": bytes_moved[d], "fmas": fmas[d]} for d in DIRECTIONS]
+             "ms": {n: t[0][d] for n, t in systems.items()}, "device_ms": {n: t[1][d] for n, t in systems.items()},
+             "bytes": bytes_moved[d], "fmas": fmas[d], "error": error} for d in DIRECTIONS]
     for row in rows:
-        print("offset head", N, channels, row["direction"], {n: round(t, 3) for n, t in row["ms"].items()},
-              f"{row['bytes'] / 1e6:.0f} MB {row['fmas'] / 1e9:.1f} Gfma", flush=True)
+        print("offset head", N, channels, row["direction"], {n: round(t, 3) for n, t in row["ms"].items()}, "device",
+              {n: round(t, 3) for n, t in row["device_ms"].items()}, f"{row['bytes'] / 1e6:.0f} MB", flush=True)
+    print("        error", *(f"{n} {e:.1e}" for n, e in error.items()), flush=True)
     return rows
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 
 import torch
 
-from graphopt.codegen.dsa import head, kernels, portable, reference, text, window
+from graphopt.codegen.dsa import head, head_launch, kernels, portable, reference, text, window
 
 BF, HALF = torch.bfloat16, torch.float16
 # grid, window, head dimension, dtype, heads, key heads, batch
 CASES = [((3, 5, 7), (3, 3, 3), 64, BF, 2, 2, 1), ((1, 9, 11), (3, 7, 7), 128, BF, 4, 2, 2),
          ((5, 7, 6), (2, 4, 5), 96, HALF, 2, 1, 1), ((7, 3, 19), (3, 3, 3), 64, BF, 2, 2, 2)]
-HEADS = [((3, 5, 7), 72, 9, BF), ((1, 4, 13), 130, 36, HALF), ((5, 3, 6), 64, 3, BF), ((2, 9, 17), 200, 12, BF)]
+HEADS = [((3, 5, 7), 80, 9, BF), ((1, 4, 13), 144, 36, HALF), ((5, 3, 6), 64, 3, BF), ((2, 9, 17), 200, 12, BF),
+         ((3, 2, 5), 70, 36, HALF)]
 
 
 def attention(parts: list[str]) -> None:
@@ -46,13 +48,17 @@ def attention(parts: list[str]) -> None:
 
 
 def heads() -> None:
-    """Both directions, with one tile of a plane per program and with several."""
+    """Both directions of both engines, in one kernel and in two, one tile of a plane per program and several."""
     for grid, C, out, dtype in HEADS:
         make = lambda *s, dtype=dtype: torch.randn(*s, device="cuda", dtype=dtype)
         x, weight, bias = make(2, math.prod(grid), C), make(C, 1, 3, 3, 3), make(C)
         matrix, last = make(out, C), make(out)
-        for programs in (96, 2):
-            head.BACKWARD = head.Walk(head.BACKWARD.strip, head.BACKWARD.block, programs)
+        ways = [("walks", 96, True), ("walks", 2, True)]
+        ways += [("tiles", 96, True), ("tiles", 2, False)] if C % 16 == 0 else []
+        for engine, programs, head_launch.FUSED in ways:
+            head_launch.engine_of, head_launch.CONVOLUTIONS = lambda *_a, engine=engine: engine, engine
+            head_launch.BACKWARD = replace(head_launch.BACKWARD, programs=programs)
+            head_launch.TILE_SLOPE = replace(head_launch.TILE_SLOPE, programs=programs)
             y, u = head.triton_forward(x, weight, bias, matrix, last, *grid)
             head.triton_backward(torch.randn_like(y), x, u, weight, bias, matrix, *grid)
         torch.cuda.synchronize()

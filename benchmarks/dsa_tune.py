@@ -1,7 +1,8 @@
 """Milliseconds of each kernel of the offset head under other cuts, and of the whole: results/<machine>/dsa_tune.json.
 
     python benchmarks/dsa_tune.py                            the size of the bar: 21 x 45 x 80 tokens, 1,536 channels
-    python benchmarks/dsa_tune.py --grid 21 30 52 --once     compile only
+    python benchmarks/dsa_tune.py --grid 3 6 8 --once        compile only
+    python benchmarks/dsa_tune.py --only tiles whole         parts: tiles (tensor cores), walks (fmas), whole
 """
 
 from __future__ import annotations
@@ -15,72 +16,106 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import _results
+import _timing
 
-from graphopt.codegen.dsa import head, head_emit, head_kernels
-from graphopt.codegen.dsa.head import Product, Walk
+from graphopt.codegen.dsa import head, head_launch, head_tiles
+from graphopt.codegen.dsa.head_launch import Product, Walk
 
 WHOLE = 1 << 20
-FORWARDS = [Walk((2, 4), (1, 4), WHOLE), Walk((2, 4), (2, 2), WHOLE), Walk((1, 4), (2, 2), WHOLE),
-            Walk((1, 8), (4, 1), WHOLE)]
-BACKWARDS = [Walk((1, 4), (2, 2), 96), Walk((1, 4), (2, 2), WHOLE), Walk((2, 2), (2, 2), 96), Walk((1, 5), (2, 2), 96),
-             Walk((1, 2), (2, 2), 96)]
-SLOPES = [Product(64, 64, 4, 2, 44), Product(64, 64, 4, 3, 44), Product(64, 64, 4, 4, 44), Product(64, 64, 4, 3, 88),
-          Product(128, 64, 8, 3, 44)]
-LINEARS = [Product(128, 64, 4, 3), Product(64, 64, 4, 4), Product(64, 128, 4, 3), Product(128, 128, 8, 3)]
+FORWARDS = [Walk((2, 4), (1, 4), WHOLE), Walk((2, 4), (2, 2), WHOLE)]
+BACKWARDS = [Walk((1, 4), (2, 2), 96), Walk((1, 5), (2, 2), 96)]
+SLOPES = [Product(64, 64, 4, 2, 44), Product(64, 64, 4, 3, 44)]
+LINEARS = [Product(64, 64, 4, 4), Product(64, 128, 4, 3)]
+TILE_SLOPES = [33, 66, 99, 198]  # programs over the rows
+Case = tuple[str, str, Callable[[], object]]
 
 
-def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(what, a launch)."""
+def cut(name: str, value: object, launch: Callable[[], object], module: object = head_launch) -> Callable[[], object]:
+    """The launch with one setting of a module replaced."""
+    def run() -> object:
+        before = getattr(module, name)
+        setattr(module, name, value)
+        try:
+            return launch()
+        finally:
+            setattr(module, name, before)
+    return run
+
+
+def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
+    """(part, what, a launch)."""
     N = grid[0] * grid[1] * grid[2]
     make = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
     x, u, du, dx = make(1, N, C), make(1, N, C), make(1, N, C), make(1, N, C)
     weight, bias, matrix, last = make(C, 1, 3, 3, 3) * 0.2, make(C), make(out, C) * 0.03, make(out)
     dy = torch.randn(1, N, out, device="cuda")
-    low, y, taps = dy.bfloat16(), torch.empty_like(dy), head._taps(weight)
-    even_odd = bias.float().view(C // 2, 2).T.contiguous()
-    padded, ptx = head._padded(out), head._ptx()
+    y = torch.empty_like(dy)
+    rest, L = (weight, bias, matrix, last), head_launch
+    low = {engine: L.narrow(dy, x.dtype, engine) for engine in ("tiles", "walks")}
+    convolution = cut("CONVOLUTIONS", "tiles", lambda: L.convolve(x, weight, bias, u, grid, "tiles"))
+    yield "tiles", "convolution", convolution
+    fused = cut("CONVOLUTIONS", "tiles", lambda: L.transposed(x, du, weight, dx, grid, "tiles"))
+    yield "tiles", "backward, fused", fused
+    yield "tiles", "backward, two kernels", cut("FUSED", False, fused)
+    for warps in (4, 16):
+        yield "tiles", f"convolution, {warps} warps", cut("WORDS", warps, convolution, head_tiles)
+    yield "tiles", "backward, fused, 4 warps", cut("WORDS", 4, fused, head_tiles)
+    yield "tiles", "linear", lambda: L.linear(u, matrix, last, y, "tiles")
+    for n in TILE_SLOPES:
+        slope = lambda: L.slope(u, low["tiles"][0], matrix, du, "tiles")
+        yield "tiles", f"slope, {n} programs", cut(
+            "TILE_SLOPE", Product(16, L.TILE_SLOPE.channels, L.WARPS, 1, n), slope)
+    parts = [L.slope(u, low["tiles"][0], matrix, du, "tiles"), fused()]
+    yield "tiles", "rounding of dy", lambda: L.narrow(dy, x.dtype, "tiles")
+    yield "tiles", "sums of parts", lambda: L.add(parts[1], parts[0], low["tiles"][1], weight, bias, matrix)
+    yield "tiles", "transposed convolution alone", lambda: L.tile("head_backward_input", (du, weight, dx), x, grid)
+    gradient = lambda: L.tile("head_weight", (du, x, parts[1]), x, grid)
+    yield "tiles", "weight gradient alone", gradient
+    yield "tiles", "weight gradient alone, 128 registers", cut("REGISTERS", {"head_weight": 128}, gradient)
     for w in FORWARDS:
-        yield f"convolution {w}", lambda w=w: head._walk("head_convolve", w, (x, taps, even_odd, u), x, grid)
+        yield "walks", f"convolution {w}", cut("FORWARD", w, lambda: L.convolve(x, weight, bias, u, grid, "walks"))
     for w in BACKWARDS:
-        sums = torch.empty(w.launch(*grid[1:], C)[0], head_emit.SUMS, 2, C // 2, device="cuda")
-        yield f"backward {w}", lambda w=w, s=sums: head._walk("head_backward_input", w, (x, du, taps, dx, s), x, grid)
+        yield "walks", f"backward {w}", cut("BACKWARD", w, lambda: L.transposed(x, du, weight, dx, grid, "walks"))
     for p in SLOPES:
-        blocks = -(-N // p.rows)
-        steps = -(-blocks // p.programs)
-        programs = -(-blocks // steps)
-        sums = torch.empty(programs, out, C, device="cuda")
-        yield f"slope {p}", lambda p=p, n=programs, k=steps, s=sums: head_kernels.head_slope[(n, -(-C // p.channels))](
-            u, low, matrix, du, s, N, k, C, out, padded, p.rows, p.channels, p.stages, ptx, num_warps=p.warps)
+        yield "walks", f"slope {p}", cut("SLOPE", p, lambda: L.slope(u, low["walks"][0], matrix, du, "walks"))
     for p in LINEARS:
-        yield f"linear {p}", lambda p=p: head_kernels.head_linear[(-(-N // p.rows),)](
-            u, matrix, last, y, N, C, out, padded, p.rows, p.channels, ptx, num_warps=p.warps, num_stages=p.stages)
-    kept = head.triton_forward(x, weight, bias, matrix, last, *grid)[1]
-    yield "forward", lambda: head.triton_forward(x, weight, bias, matrix, last, *grid)
-    yield "backward", lambda: head.triton_backward(dy, x, kept, weight, bias, matrix, *grid)
+        yield "walks", f"linear {p}", cut("LINEAR", p, lambda: L.linear(u, matrix, last, y, "walks"))
+    kept = head.triton_forward(x, *rest, *grid)[1]
+    for kind in ("walks", "tiles"):
+        forward = lambda: head.triton_forward(x, *rest, *grid)
+        backward = lambda: head.triton_backward(dy, x, kept, *rest[:3], *grid)
+        yield "whole", f"forward, convolutions by {kind}", cut("CONVOLUTIONS", kind, forward)
+        yield "whole", f"backward, convolutions by {kind}", cut("CONVOLUTIONS", kind, backward)
     big = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
     other = torch.empty_like(big)
-    yield "copy of 1 GiB", lambda: other.copy_(big)
+    yield "whole", "copy of 1 GiB", lambda: other.copy_(big)
 
 
 def main() -> None:
-    """One line and one row per case."""
+    """One line and one row per case; `ms` of launches, `device_ms` replayed from a CUDA graph."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", type=int, nargs=3, default=[21, 45, 80])
     parser.add_argument("--channels", type=int, default=1536)
     parser.add_argument("--out", type=int, default=36)
+    parser.add_argument("--only", nargs="*", default=["tiles", "walks", "whole"])
+    parser.add_argument("--folder", type=Path, default=None, help="where dsa_tune.json goes")
     parser.add_argument("--once", action="store_true")
     args = parser.parse_args()
     from triton.testing import do_bench
 
-    for name, launch in cases(tuple(args.grid), args.channels, args.out):
+    for part, name, launch in cases(tuple(args.grid), args.channels, args.out):
+        if part not in args.only:
+            continue
         launch()
         torch.cuda.synchronize()
         if args.once:
             continue
         ms = do_bench(launch, warmup=3, rep=20, return_mode="median")
-        print(f"{name:100s} {ms:.4f}", flush=True)
-        row = {"tokens": args.grid[0] * args.grid[1] * args.grid[2], "channels": args.channels, "case": name, "ms": ms}
-        _results.save("dsa_tune", [row], ("tokens", "channels", "case"), {})
+        replayed = _timing.replayed(launch, warmup=3, rep=20) / 1e3
+        print(f"{part} {name:90s} {ms:.4f} {replayed:.4f}", flush=True)
+        row = {"tokens": args.grid[0] * args.grid[1] * args.grid[2], "channels": args.channels, "part": part,
+               "case": name, "ms": ms, "device_ms": replayed}
+        _results.save("dsa_tune", [row], ("tokens", "channels", "part", "case"), {}, args.folder)
 
 
 if __name__ == "__main__":

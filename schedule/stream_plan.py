@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# reads and writes of a bf16 [tokens, width] tensor outside products and attention, in the forward and in the backward:
-# fitted on compiled layers of Wan 1.3B on an H200 (docs/streaming.md)
-FORWARD_UNITS = 52
-BACKWARD_UNITS = 140
-# what one layer's recomputation and backward hold at once: tensors as wide as a token, and as its inner product
-HELD_UNITS = 13.5
-HELD_INNER_UNITS = 3.0
+# reads and writes of a bf16 [tokens, width] tensor outside products and attention, and seconds that do not depend on
+# the tokens (about 2 us a kernel), in the forward and in the backward: fitted on compiled layers of Wan 1.3B with 7,800
+# and 32,760 tokens on an H200 (docs/streaming.md)
+FORWARD_UNITS, FORWARD_S = 15, 0.11e-3
+BACKWARD_UNITS, BACKWARD_S = 131, 0.57e-3
+# what one layer's recomputation and backward hold at once: tensors as wide as a token, and as its inner product; fitted
+# on the peaks of Wan 1.3B (7,800 and 32,760 tokens) and of the 14B's width (7,800)
+HELD_UNITS = 21.7
+HELD_INNER_UNITS = 1.56
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 
@@ -89,8 +91,8 @@ def layer_seconds(parameters: int, width: int, tokens: int, sequence: int, rates
     products = 2 * parameters * tokens / rates.matmul
     scores = 4 * tokens * sequence * width
     unit = 2 * tokens * width / rates.memory
-    forward = products + scores / rates.attention + FORWARD_UNITS * unit
-    backward = 2 * products + 2.5 * scores / rates.attention_backward + BACKWARD_UNITS * unit
+    forward = products + scores / rates.attention + FORWARD_UNITS * unit + FORWARD_S
+    backward = 2 * products + 2.5 * scores / rates.attention_backward + BACKWARD_UNITS * unit + BACKWARD_S
     return forward, forward + backward
 
 

@@ -12,7 +12,6 @@ all for few tokens is decided where a model is converted (docs/dsa.md has the me
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +68,8 @@ def choose(head_dim: int, dtype: torch.dtype, device: str, target: str | None, g
         return Choice("reference", f"head dimension {head_dim} has no kernel; 64, 96 and 128 have")
     if any(k > m for k, m in zip(cut, spec.MAX_WINDOW)):
         return Choice("reference", f"the window {cut} is over {spec.MAX_WINDOW}")
-    if offsets == "shift" and grid[0] * grid[1] * grid[2] * math.prod(k + 1 for k in cut) >= 1 << 31:
+    lattice = (cut[0] + 1) * (cut[1] + 1) * (cut[2] + 1)  # torch 2.11 traces no generator into math.prod
+    if offsets == "shift" and grid[0] * grid[1] * grid[2] * lattice >= 1 << 31:
         return Choice("reference", "a head's lattice words would pass 2^31")
     if offsets in ("none", "whole"):
         return Choice("window", "no offsets: nothing to interpolate" if offsets == "none" else "whole offsets")

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +21,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv3d, linear
 
-from graphopt.codegen import store
-from graphopt.codegen.dsa import head_emit
+from graphopt.codegen.dsa import head_launch
 from graphopt.codegen.operators import has_triton
 
 MAX_OUT = 128
 
 
-@dataclass(frozen=True)
-class Walk:
-    """How a convolution kernel is cut: a warp per strip, walked along t; a block of strips per program."""
-
-    strip: head_emit.Strip  # tokens of a thread, (h, w)
-    block: tuple[int, int]  # strips of a program, (h, w)
-    programs: int  # a plane is spread over at most this many
-    words: int = 32  # pairs of channels: one a thread
-
-    def launch(self, H: int, W: int, C: int) -> tuple[int, int, int]:
-        """(programs over a plane, programs over channels, tiles per program)."""
-        tiles = -(-H // (self.strip[0] * self.block[0])) * -(-W // (self.strip[1] * self.block[1]))
-        steps = -(-tiles // self.programs)
-        return -(-tiles // steps), -(-C // (2 * self.words)), steps
-
-
-@dataclass(frozen=True)
-class Product:
-    """Tile of a matrix product: rows, channels, warps, stages, and programs over the rows where each takes several."""
-
-    rows: int
-    channels: int
-    warps: int
-    stages: int
-    programs: int = 1
-
-
-FORWARD = Walk((2, 4), (1, 4), 1 << 20)
-BACKWARD = Walk((1, 4), (2, 2), 96)
-LINEAR = Product(64, 64, 4, 4)
-SLOPE = Product(64, 64, 4, 2, 44)
-
-
 def source_hash() -> str:
     """Twelve hex digits over this file and the kernels."""
     folder = Path(__file__).parent
-    names = ("head.py", "head_emit.py", "head_kernels.py", "device.py")
+    names = ("head.py", "head_launch.py", "head_emit.py", "head_tiles.py", "head_products.py", "head_kernels.py",
+             "head_mma_kernels.py", "device.py")
     text = b"".join((folder / name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]
 
@@ -112,27 +76,6 @@ def reference_backward(dy: Tensor, x: Tensor, kept: Tensor, weight: Tensor, bias
             (flat(dd).T @ flat(_gelu(u))).to(out_weight.dtype), flat(dd).sum(0).to(dy.dtype))
 
 
-@cache
-def _walks(name: str, strip: head_emit.Strip) -> Any:
-    return getattr(store.load(name, head_emit.module(name, strip)), name)
-
-
-def _taps(weight: Tensor) -> Tensor:
-    """Weights as the kernels read them, [27, 2, C / 2] in fp32: the even channels, then the odd ones."""
-    C = weight.shape[0]
-    new = torch.empty((27, 2, C // 2), dtype=torch.float32, device=weight.device)
-    return new.copy_(weight.reshape(C // 2, 2, 27).permute(2, 1, 0))
-
-
-def _walk(kernel: str, walk: Walk, tensors: tuple[Tensor, ...], x: Tensor, grid: tuple[int, int, int]) -> None:
-    """Launch a convolution kernel; it reads x in words of two channels."""
-    B, _, C = x.shape
-    rows, columns, steps = walk.launch(grid[1], grid[2], C)
-    _walks(kernel, walk.strip)[(rows, columns, B)](
-        *tensors, *grid, steps, x.stride(0) // 2, x.stride(1) // 2, C, *walk.block, walk.words,
-        x.dtype == torch.float16, _ptx(), num_warps=math.prod(walk.block), num_stages=1)
-
-
 def _in_words(x: Tensor) -> Tensor:
     """x, copied unless its tokens are whole 32-bit words."""
     whole = x.stride(-1) == 1 and all(s % 2 == 0 for s in (x.stride(0), x.stride(1), x.storage_offset()))
@@ -142,52 +85,24 @@ def _in_words(x: Tensor) -> Tensor:
 def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
                    W: int) -> tuple[Tensor, Tensor]:
     """(offsets, u): the convolution writes u, the linear layer reads it through GELU."""
-    from graphopt.codegen.dsa import head_kernels
-
     B, N, C = x.shape
-    x, out = _in_words(x), out_weight.shape[0]
+    engine = head_launch.engine_of(x, out_weight.shape[0])
     u = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    even_odd = bias.float().view(C // 2, 2).T.contiguous()
-    _walk("head_convolve", FORWARD, (x, _taps(weight), even_odd, u), x, (T, H, W))
-    y = torch.empty((B, N, out), dtype=torch.float32, device=x.device)
-    head_kernels.head_linear[(-(-B * N // LINEAR.rows),)](
-        u, out_weight.to(x.dtype).contiguous(), out_bias, y, B * N, C, out, _padded(out), LINEAR.rows, LINEAR.channels,
-        _ptx(), num_warps=LINEAR.warps, num_stages=LINEAR.stages)
+    head_launch.convolve(_in_words(x), weight, bias, u, (T, H, W), engine)
+    y = torch.empty((B, N, out_weight.shape[0]), dtype=torch.float32, device=x.device)
+    head_launch.linear(u, out_weight.to(x.dtype).contiguous(), out_bias.contiguous(), y, engine)
     return y, u
-
-
-def _ptx() -> bool:
-    """May the kernels use NVIDIA's assembly?  Not on AMD, and not under the interpreter."""
-    return torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1"
-
-
-def _padded(out: int) -> int:
-    return max(16, 1 << (out - 1).bit_length())
 
 
 def triton_backward(dy: Tensor, x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int, H: int,
                     W: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """du from u and dy with the linear layer's gradients, then the transposed convolution with the weight gradient."""
-    from graphopt.codegen.dsa import head_kernels
-
-    B, N, C = x.shape
-    x, out = _in_words(x), out_weight.shape[0]
-    new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)  # noqa: E731
-    blocks = -(-B * N // SLOPE.rows)
-    steps = -(-blocks // SLOPE.programs)
-    programs = -(-blocks // steps)
-    du, sums = torch.empty_like(u), new(programs, out, C)
-    low, matrix = dy.to(x.dtype).contiguous(), out_weight.to(x.dtype).contiguous()
-    head_kernels.head_slope[(programs, -(-C // SLOPE.channels))](
-        u, low, matrix, du, sums, B * N, steps, C, out, _padded(out), SLOPE.rows, SLOPE.channels, SLOPE.stages,
-        _ptx(), num_warps=SLOPE.warps)
-    dx = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    partial = new(B * BACKWARD.launch(H, W, C)[0], head_emit.SUMS, 2, C // 2)
-    _walk("head_backward_input", BACKWARD, (x, du, _taps(weight), dx, partial), x, (T, H, W))
-    total = partial.sum(0).permute(2, 1, 0)  # [C / 2, 2, 28]
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
-    dweight.view(C // 2, 2, 27).copy_(total[..., :27])
-    return dx, dweight, total[..., 27].reshape(C).to(bias.dtype), sums.sum(0).to(out_weight.dtype), dy.sum((0, 1))
+    engine = head_launch.engine_of(x, out_weight.shape[0])
+    du, dx = torch.empty_like(u), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    low, of_rows = head_launch.narrow(dy, x.dtype, engine)
+    of_slope = head_launch.slope(u, low, out_weight.to(x.dtype).contiguous(), du, engine)
+    of_taps = head_launch.transposed(_in_words(x), du, weight, dx, (T, H, W), engine)
+    return (dx, *head_launch.add(of_taps, of_slope, of_rows, weight, bias, out_weight))
 
 
 def fake_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,

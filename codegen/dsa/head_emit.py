@@ -13,7 +13,6 @@ from graphopt.codegen.dsa.registers import indent
 Strip = tuple[int, int]
 TAPS = [(dt, dh, dw) for dt in (-1, 0, 1) for dh in (-1, 0, 1) for dw in (-1, 0, 1)]
 INDEX = {tap: i for i, tap in enumerate(TAPS)}
-SUMS = len(TAPS) + 1  # and the bias
 PAIR = "ab"  # the even and the odd channel of a word
 HEADER = '''"""Offset head, strips of {} x {} tokens.
 
@@ -119,12 +118,12 @@ def head_convolve(X, WEIGHT, BIAS, U, {ARGUMENTS}):
 
 
 def backward_input_source(strip: Strip) -> str:
-    """Kernel `head_backward_input`: DU, X -> DX, and partial SUMS [programs, 28, 2, C / 2] of 27 taps and the bias.
+    """Kernel `head_backward_input`: DU, X -> DX, and SUMS [programs, C, 27] of the weight gradient.
 
-    Every du loaded serves all: dx(m) += weight(tap) du(m - tap), dweight(tap) += x(m) du(m - tap), dbias += du.
+    Every du loaded serves both: dx(m) += weight(tap) du(m - tap), dweight(tap) += x(m) du(m - tap).
     """
     tokens = _tokens(strip)
-    before = [*_weights(), *(f"s{n}{i} = tl.zeros([BM, BC], tl.float32)" for i in range(SUMS) for n in PAIR),
+    before = [*_weights(), *(f"s{n}{i} = tl.zeros([BM, BC], tl.float32)" for i in range(len(TAPS)) for n in PAIR),
               "X = X.to(tl.pointer_type(tl.int32)) + batch * x_b",
               *(f"{name} = {name}.to(tl.pointer_type(tl.int32))" for name in ("DU", "DX"))]
     text = f'''@triton.jit(do_not_specialize=["T", "H", "W", "steps"])
@@ -148,8 +147,6 @@ def head_backward_input(X, DU, WEIGHT, DX, SUMS, {ARGUMENTS}):
     for i, j in _halo(strip):
         word = f"n{_n(i)}_{_n(j)}"
         body += [f"a, b = unpack_channels({word}, HALF)", _load(word, "d_at", i, j, "WORDS")]
-        if (i, j) in tokens:
-            body += [f"s{n}{SUMS - 1} += {n}" for n in PAIR]
         for p, q in _near(strip, i, j):
             for n in PAIR:
                 for name, x, dt in (("above", f"before{n}", -1), ("here", f"at_{n}", 0), ("below", f"after_{n}", 1)):
@@ -159,9 +156,9 @@ def head_backward_input(X, DU, WEIGHT, DX, SUMS, {ARGUMENTS}):
     moves = (("above", "here"), ("here", "below"), ("before", "at_"), ("at_", "after_"))
     body += [f"{to}{n}{i}_{j} = {of}{n}{i}_{j}" for to, of in moves for i, j in tokens for n in PAIR]
     text += "        for t in range(0, T):\n" + indent(body, 3) + indent(_store(strip, "dx_at", "above"), 2)
-    sums = [f"sums = SUMS + (batch * tl.num_programs(0) + tl.program_id(0)) * {2 * SUMS} * WORDS + c"]
-    sums += [f"tl.store(sums + {2 * i + k} * WORDS, tl.sum(s{n}{i}, 0, keep_dims=True), mask=in_c)"
-             for i in range(SUMS) for k, n in enumerate(PAIR)]
+    sums = ["sums = SUMS + ((batch * tl.num_programs(0) + tl.program_id(0)) * WORDS + c) * 54"]
+    sums += [f"tl.store(sums + {k * 27 + i}, tl.sum(s{n}{i}, 0, keep_dims=True), mask=in_c)"
+             for i in range(len(TAPS)) for k, n in enumerate(PAIR)]
     return text + indent(sums, 1)
 
 

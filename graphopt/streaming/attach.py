@@ -26,7 +26,7 @@ FOREIGN = ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module")
 def stream(
     model: nn.Module, device: str | torch.device = "cuda", slots: int | str = 2,
     resident: str | int | Sequence[str] = "auto", *, layers: Sequence[str] | None = None, weights: Any = None,
-    link: Link | None = None, graphs: str = "off",
+    link: Link | None = None, graphs: str = "auto",
 ) -> nn.Module:
     """Move the layers' weights of a model to host memory, to be uploaded layer by layer; returns the same model.
 

@@ -108,11 +108,12 @@ class Replays:
         code: what `work` depends on beside weights and values.  weights: what it reads at their present addresses.
         The results are the graph's own memory, valid until the next run.
         """
-        if not self.active or torch.is_autocast_enabled(self.link.device.type):
+        if not self.active or torch.is_autocast_enabled(self.link.device.type) or torch.is_anomaly_enabled():
             return None
         if any(isinstance(v, torch.Tensor) and (v.device != self.link.device or v.is_inference()) for v in values):
             return None
-        signature = code, tuple(map(_form, values))
+        numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+        signature = code, numerics, tuple(map(_form, values))
         seen = self._seen.get(signature, 0)
         if seen < WARM:
             if seen or len(self._seen) < SIGNATURES:

@@ -79,3 +79,20 @@ def test_the_second_papers_system(tmp_path: Path) -> None:
     assert "| 2.0x at 9 frames (4.0 to 2.0 s, 30 and 31 GiB) |" in text
     assert "7,800 tokens: 40 % prefetch, priority, 20 % no prefetch" in text
     assert "2.00x at 14.3 B" in text
+
+
+def test_flops_of_the_papers_page_are_those_torch_counts() -> None:
+    import torch
+    from diffusers import WanTransformer3DModel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report_papers import wan_flops
+
+    def counted(layers: int) -> int:
+        with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+            model = WanTransformer3DModel(num_attention_heads=12, ffn_dim=8960, num_layers=layers, in_channels=16)
+            model(torch.empty(1, 16, 5, 60, 104), torch.empty(1), torch.empty(1, 512, 4096), return_dict=False)
+        return counter.get_total_flops()
+
+    assert counted(2) - counted(1) == wan_flops("1.3b", 1, 5 * 30 * 52)

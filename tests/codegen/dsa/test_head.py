@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphopt.codegen.dsa import head
+from graphopt.codegen.dsa import head, head_launch
 
 
 def sample(grid, C, out, B=2, dtype=torch.float64, device="cpu"):
@@ -40,12 +40,27 @@ def test_gradcheck_and_opcheck() -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(("grid", "C", "out", "dtype"), [
-    ((3, 3, 3), 20, 6, torch.float16), ((1, 2, 5), 70, 3, torch.bfloat16), ((2, 2, 5), 8, 3, torch.float16)])
-def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
-    if out == 6:  # several tiles of a plane per program
-        monkeypatch.setattr(head, "BACKWARD", head.Walk((1, 2), (1, 2), 2))
-        monkeypatch.setattr(head, "FORWARD", head.Walk((1, 2), (2, 1), 1))
+@pytest.mark.parametrize(("engine", "grid", "C", "out", "dtype"), [
+    ("walks, several tiles", (2, 3, 3), 20, 6, torch.float16), ("walks", (1, 2, 5), 70, 3, torch.bfloat16),
+    ("walks", (2, 2, 5), 8, 3, torch.float16), ("tiles", (2, 2, 3), 16, 6, torch.float16),
+    ("tiles, two kernels", (2, 1, 7), 16, 6, torch.float16), ("tiles", (1, 1, 7), 48, 20, torch.float16),
+    ("tiles", (2, 3, 5), 16, 3, torch.bfloat16),
+    pytest.param("tiles", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
+    pytest.param("tiles", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("tiles, two kernels", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("tiles behind walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu)])
+def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
+    if engine == "walks, several tiles":
+        monkeypatch.setattr(head_launch, "BACKWARD", head_launch.Walk((1, 2), (1, 2), 2))
+        monkeypatch.setattr(head_launch, "FORWARD", head_launch.Walk((1, 2), (2, 1), 1))
+    monkeypatch.setattr(head_launch, "FUSED", "two" not in engine)
+    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "walks" if "walks" in engine else "tiles")
+    head_launch._sound.cache_clear()
+    if not engine.startswith("tiles"):
+        monkeypatch.setattr(head_launch, "engine_of", lambda *_a: "walks")
+    else:
+        assert head_launch.engine_of(torch.empty(1, 1, C, dtype=dtype, device=device), out) == "tiles"
     x, *rest = sample(grid, C, out, dtype=dtype, device=device)
     wide = [t.double() for t in (x, *rest)]
     y, u = head.triton_forward(x, *rest, *grid)
@@ -58,7 +73,8 @@ def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
         return  # the interpreter multiplies the bits of bf16 as whole numbers
     assert error(y, Y) < limit
     dy = torch.randn_like(y)
-    got, again = (head.triton_backward(dy, x, u, *rest[:3], *grid) for _ in range(2))
+    got = head.triton_backward(dy, x, u, *rest[:3], *grid)
+    again = got if device == "cpu" else head.triton_backward(dy, x, u, *rest[:3], *grid)
     want = head.reference_backward(dy.double(), wide[0], kept, *wide[1:4], *grid)
     for a, b, c in zip(got, want, again):
         assert error(a, b) < limit
@@ -66,8 +82,48 @@ def test_kernels(grid, C, out, dtype, device, monkeypatch) -> None:
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize(("grid", "dtype"), [
+    ((2, 4, 14), torch.float16), ((2, 4, 14), torch.bfloat16), ((1, 33, 3), torch.float16),
+    pytest.param((3, 2, 97), torch.float16, marks=pytest.mark.gpu)])
+def test_convolutions_on_tensor_cores(grid, dtype, device, monkeypatch) -> None:
+    """Every token of odd grids, and a weight gradient whose only roundings are the inputs'."""
+    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "tiles")
+    x, weight, bias, *_ = sample(grid, 16, 3, B=1, dtype=dtype, device=device)
+    u, du = torch.full_like(x, float("nan")), torch.randn_like(x)
+    dx = torch.full_like(x, float("nan"))
+    head_launch.convolve(x, weight, bias, u, grid, "tiles")
+    leaves = [t.double().requires_grad_() for t in (x, weight)]
+    want = head._convolve(*leaves, bias.double(), *grid)
+    parts = head_launch.transposed(x, du, weight, dx, grid, "tiles")
+    dwant = torch.autograd.grad(want, leaves, du.double())
+    error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
+    rounding = 2e-3 if dtype == torch.bfloat16 else 3e-4
+    assert error(u, want) < rounding
+    assert error(dx, dwant[0]) < rounding
+    assert error(parts.sum(0).view_as(weight), dwant[1]) < 1e-6
+
+
+def test_the_cut_of_a_plane_follows_its_shape() -> None:
+    for H, W in ((45, 80), (30, 52), (1, 1), (2, 200), (200, 2)):
+        bw, across, programs = head_launch.blocks_across(H, W)
+        assert across * bw * 6 >= W
+        assert (programs // across) * (16 // bw) * 2 >= H
+        assert (across - 1) * bw * 6 < W
+    assert head_launch.blocks_across(45, 80)[::2] == (2, 21)  # 7 x 3 programs of 8 x 2 blocks
+
+
+def test_values_spread_over_threads_are_noticed() -> None:
+    plain = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]}>"
+    text = '#blocked = {}\n %1:4 = tt.elementwise_inline_asm "mma.sync.aligned" %2 : tensor<256xi32, #blocked> -> x\n'
+    assert head_launch.one_per_thread(text.format(plain))
+    assert not head_launch.one_per_thread(text.format(plain.replace("[1]", "[2]")))
+    assert not head_launch.one_per_thread(text.format("#ttg.linear<{register = []}>"))
+    assert not head_launch.one_per_thread("no matrix step at all")
+
+
+@pytest.mark.kernel
 def test_inputs_that_are_not_whole_words_are_copied(device) -> None:
-    grid, C = (2, 2, 3), 8
+    grid, C = (1, 2, 3), 8
     wide, *rest = sample(grid, C + 1, 3, dtype=torch.float16, device=device)
     rest = [t[:C] if t.shape[0] == C + 1 else t[:, :C] if t.dim() == 2 else t for t in rest]
     x = wide[..., 1:]  # starts in the middle of a word
@@ -83,3 +139,14 @@ def test_odd_channels_and_wide_outputs_are_left_to_torch() -> None:
         x = torch.empty(1, 4, C, dtype=dtype, device="meta")
         assert head.pick(x, out) == "reference"  # no GPU
         assert head.fits(x, out) == (engine == "triton")
+
+
+def test_a_cache_without_its_text_is_not_trusted(monkeypatch, caplog) -> None:
+    """Triton's cache may hold the binary alone; then nothing tells how values lie in threads."""
+    from types import SimpleNamespace
+
+    kernel = SimpleNamespace(__name__="head_linear", warmup=lambda *_a, **_k: SimpleNamespace(asm={"cubin": b""}))
+    monkeypatch.setattr(head_launch, "_products", lambda *_a: kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda _d: torch.no_grad())
+    assert not head_launch._sound.__wrapped__(16, 3, torch.bfloat16, torch.device("cpu"))
+    assert "empty the cache" in caplog.text

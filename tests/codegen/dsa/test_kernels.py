@@ -194,10 +194,33 @@ def test_every_window_and_head_dimension(window, D, module) -> None:
     attend_and_check("cuda", (9, 17, 19), window, heads=2, D=D, size=2.0, module=module, limits=limits)
 
 
+def forms(*kernels_) -> dict[str, int]:
+    """How many compiled forms each kernel has in this process."""
+    return {k.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels_}
+
+
 @pytest.mark.gpu
-def test_one_compile_for_all_grids() -> None:
+def test_one_compile_for_all_grids(monkeypatch) -> None:
+    from graphopt.codegen.dsa import head, head_kernels, head_launch, lattice, window_kernels
+
     module = kernels.fused((3, 3, 3), False, True)
+    own = (module.forward_fixed, module.taps, module.expand)
+    shared = (lattice.row_sums, lattice.tile_reach, lattice.spread, lattice.query_boxes, lattice.gather,
+              window_kernels.window_forward, window_kernels.window_backward_query, window_kernels.window_backward_key,
+              head_kernels.head_narrow, head_kernels.head_add)
+    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "tiles")
+    of_head = (*(head_launch._tiles(n) for n in ("head_convolve", "head_backward")),
+               *(head_launch._products(n, 9) for n in ("head_linear", "head_slope")))
+    first: dict[str, int] = {}
     for grid in ((3, 5, 7), (4, 6, 8), (5, 16, 16), (9, 10, 11), (3, 64, 3), (16, 8, 32), (7, 7, 7), (13, 20, 36)):
         attend_and_check("cuda", grid, (3, 3, 3), heads=2, D=128)
-    for kernel in (module.forward_fixed, module.taps, module.expand):
-        assert sum(len(c[0]) for c in kernel.device_caches.values()) == 1, kernel
+        q = torch.randn(1, 2, math.prod(grid), 128, device="cuda", dtype=torch.bfloat16)
+        y, lse = whole.forward(q, q, q, None, grid, (3, 3, 3), 0.1)
+        whole.backward(q, None, q, q, q, None, y, lse, grid, (3, 3, 3), 0.1)
+        make = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+        leaves = [t.requires_grad_() for t in (make(1, math.prod(grid), 64), make(64, 1, 3, 3, 3), make(64), make(9, 64), make(9))]
+        head.offset_head(*leaves, grid).sum().backward()
+        now = forms(*own, *shared, *of_head)
+        first = first or now
+        assert now == first, grid
+    assert all(n > 0 for n in first.values())

@@ -53,7 +53,8 @@ def test_inputs_of_the_tap_kernel_would_be_copied(visible) -> None:
     assert len(taps) == 1  # inline assembly is all that torch cannot read
     assert {"Q", "K", "V", "DY", "OFFSETS"} <= taps[0]
     outputs = {"DELTA", "REACH", "WORDS", "BASES", "OUT", "BOXES", "DK", "DV"}
-    assert all(names <= outputs for names in copied if "Q" not in names)
+    # torch 2.11 does not understand `spread` either, which reads X
+    assert all(names <= outputs for names in copied if "Q" not in names and "X" not in names)
 
 
 def test_a_larger_grid_would_be_another_graph(visible, monkeypatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphopt.codegen.dsa import readiness
+from graphopt.codegen.dsa import head_launch, readiness
 from graphopt.codegen.dsa.spec import Spec
 from graphopt.errors import CodegenError
 
@@ -59,3 +59,23 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch) -> None:
     with pytest.raises(CodegenError, match="out of registers") as caught:
         readiness.check.__wrapped__((2, 3, 3), 64, BF, "sm90")
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", ["head_convolve", "head_backward", "head_linear", "head_slope"])
+def test_the_offset_head_holds_one_value_per_thread(name, target) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    tile = name in ("head_convolve", "head_backward")
+    kernel, warps = (head_launch._tiles(name), 8) if tile else (head_launch._products(name, 36), head_launch.WARPS)
+    constants = {"x_n": 64, "C": 128, "NW": warps, "HALF": False, "PTX": True}
+    kinds = {"DU": "*bf16", "DX": "*bf16", "X": "*bf16", "U": "*bf16", "DY": "*bf16", "SUMS": "*fp32", "WEIGHT": "*fp32",
+             "BIAS": "*fp32", "Y": "*fp32"}
+    signature = {a: "constexpr" if a in constants else kinds.get(a, "i32") for a in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs={a: c for a, c in constants.items() if a in signature},
+                       attrs={(i,): [["tt.divisibility", 16]] for i, s in enumerate(signature.values()) if s[0] == "*"})
+    asm = triton.compile(source, target=GPUTarget("cuda", int(target[2:]), 32), options={"num_warps": warps, "num_stages": 1}).asm
+    assert head_launch.one_per_thread(asm["ttgir"])
+    assert "mma.sync" in asm["ptx"]

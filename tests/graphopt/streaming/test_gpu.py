@@ -10,7 +10,7 @@ import copy
 
 import pytest
 import torch
-from on_gpu import Reference, checkpointed_on_gpu, on_gpu, pair, same, streamed
+from on_gpu import Reference, agree, checkpointed_on_gpu, on_gpu, pair, same, streamed, wide
 from resident import OPTIONS, checkpointed, jitter, layers, loss_of, train
 from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
@@ -20,21 +20,8 @@ import graphopt
 from graphopt.streaming import attach
 from graphopt.streaming import checkpoint as checkpoints
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 UPDATES = ["deferred", "priority", "in_backward"]
-
-
-@pytest.fixture(autouse=True)
-def _exact(monkeypatch):
-    """One algorithm per operator, in full precision, so that two runs agree bit by bit."""
-    fused = [n for n in ("flash", "mem_efficient", "cudnn") if getattr(torch.backends.cuda, f"{n}_sdp_enabled")()]
-    for name in fused:
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    yield
-    for name in fused:
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -63,65 +50,6 @@ def test_first_layers_resident(slots: int, update: str) -> None:
     assert engine.ring.misses == 0
 
 
-@pytest.mark.parametrize("update", ["deferred", "priority"])
-@pytest.mark.parametrize(("slots", "resident"), [(1, ()), (3, ()), (2, "auto")])
-def test_replayed_graphs_change_nothing(update: str, slots: int, resident) -> None:
-    a, b, x = pair()
-    want = train(a, Reference(a, resident=("blocks.0", "blocks.1") if resident else ()), x)
-    opt, step = streamed(b, slots, update, resident=resident, graphs="on")
-    assert train(step, opt, x) == want
-    same(b, a)
-    replays = attach.engine_of(b).replays
-    stay = 2 if resident else 0
-    assert 2 * (slots + stay) <= replays.recorded <= 3 * slots + 2 * stay  # a backward per slot and slab
-    assert replays.replayed == 2 * (5 * 7 - 3)
-
-
-def test_graphs_are_recorded_again_for_another_ring() -> None:
-    a, b, x = pair()
-    reference = Reference(a)
-    opt, step = streamed(b, 2, graphs="on")
-    for start, slots in ((0, 3), (5, 1), (10, 2)):
-        assert train(step, opt, x, start=start) == train(a, reference, x, start=start)
-        opt.flush()
-        assert attach.engine_of(b).replays.recorded
-        attach.engine_of(b).set_slots(slots)
-    same(b, a)
-
-
-@pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
-def test_zoo_with_graphs(name: str) -> None:
-    model, x = ZOO[name].build()
-    liven(model)
-    other = copy.deepcopy(model.train())
-    model.cuda()
-    for layer in layers(model):
-        checkpointed(layer)
-    want = train(model, Reference(model), on_gpu(x))
-    opt, step = streamed(other, graphs="on")
-    assert train(step, opt, on_gpu(x)) == want
-    same(other, model)
-    assert attach.engine_of(other).replays.replayed
-
-
-def test_inductors_kernels_in_graphs() -> None:
-    losses = []
-    for graphs in ("off", "on"):
-        torch._dynamo.reset()
-        model, x = wide(4)
-        model.bfloat16()
-        x = pytree.tree_map(lambda v: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, x)
-        graphopt.stream(model, "cuda", slots=2, resident=1, graphs=graphs)
-        opt = graphopt.HostAdamW(model.parameters(), lr=1e-3)
-        step = torch.compile(model, backend="graphopt")
-        losses.append(train(step, opt, x, steps=5))
-        engine = attach.engine_of(model)
-        assert (engine.replays.replayed > 0) == (graphs == "on")
-        products = 10  # of a Wan block; their gradients are written into the slab by the product itself
-        assert engine.gradients.copied == 5 * 3 * (len(engine.store.layers[0].trained) - products)
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
 @pytest.mark.parametrize("update", ["deferred", "priority"])
 def test_zoo(name: str, update: str) -> None:
@@ -133,8 +61,7 @@ def test_zoo(name: str, update: str) -> None:
         checkpointed(layer)
     want = train(model, Reference(model), on_gpu(x))
     opt, step = streamed(other, update=update)
-    assert train(step, opt, on_gpu(x)) == want
-    same(other, model)
+    agree(name, train(step, opt, on_gpu(x)), want, other, model)
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -388,15 +315,6 @@ def test_inductor_and_the_compiled_optimizer(dtype: torch.dtype) -> None:
         opt.step()
         opt.zero_grad()
     assert torch.isfinite(value)
-
-
-def wide(n):
-    model, x = ZOO["wan"].build()
-    torch.manual_seed(0)
-    model = type(model)(**{**{k: v for k, v in model.config.items() if not k.startswith("_")}, "num_layers": n,
-                           "attention_head_dim": 32, "ffn_dim": 512})
-    liven(model)
-    return model.train(), on_gpu(x)
 
 
 @pytest.mark.parametrize("resident", [0, 2])

@@ -1,0 +1,276 @@
+"""Launches of the offset head's kernels, and which of two sets a GPU gets.
+
+    tiles   tensor cores without tl.dot (head_tiles.py, head_products.py): NVIDIA from sm80, channels a multiple of 16
+    walks   fmas for the convolutions (head_emit.py), tl.dot for the linear layer (head_kernels.py): everything else,
+            and wherever Triton does not hold one element of a value per thread
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphopt.codegen import store
+from graphopt.codegen.dsa import head_emit, head_products, head_tiles
+
+log = logging.getLogger(__name__)
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a convolution kernel is cut: a warp per strip, walked along t; a block of strips per program."""
+
+    strip: head_emit.Strip  # tokens of a thread, (h, w)
+    block: tuple[int, int]  # strips of a program, (h, w)
+    programs: int  # a plane is spread over at most this many
+    words: int = 32  # pairs of channels: one a thread
+
+    def launch(self, H: int, W: int, C: int) -> tuple[int, int, int]:
+        """(programs over a plane, programs over channels, tiles per program)."""
+        tiles = -(-H // (self.strip[0] * self.block[0])) * -(-W // (self.strip[1] * self.block[1]))
+        steps = -(-tiles // self.programs)
+        return -(-tiles // steps), -(-C // (2 * self.words)), steps
+
+
+@dataclass(frozen=True)
+class Product:
+    """Tile of a matrix product: rows, channels, warps, stages, and programs over the rows where each takes several."""
+
+    rows: int
+    channels: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+    def launch(self, rows: int) -> tuple[int, int]:
+        """(programs over the rows, steps of each)."""
+        blocks = -(-rows // self.rows)
+        steps = -(-blocks // self.programs)
+        return -(-blocks // steps), steps
+
+
+FORWARD = Walk((2, 4), (1, 4), 1 << 20)
+BACKWARD = Walk((1, 4), (2, 2), 96)
+LINEAR = Product(64, 64, 4, 4)
+SLOPE = Product(64, 64, 4, 3, 44)
+TILE_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 66)
+NARROW = Product(64, 64, 4, 1, 264)
+WARPS = head_products.WARPS
+# of a head whose linear layer runs in tiles; the tiles' forward took 0.252 ms on an H200 where the walks take 0.236
+CONVOLUTIONS = "walks"
+CHANNELS_AT_ONCE = 2 * head_tiles.WORDS
+REGISTERS: dict[str, int] = {}  # of a thread, by kernel, where the compiler's choice is not taken
+FUSED = True  # the transposed convolution and the weight gradient in one kernel
+
+
+def uses_ptx() -> bool:
+    """May the kernels use NVIDIA's assembly?  Not on AMD, and not under the interpreter."""
+    return torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def engine_of(x: Tensor, out: int) -> str:
+    """ "tiles" or "walks", for a tensor on its device and a number of outputs."""
+    if x.shape[-1] % CHANNELS_AT_ONCE:
+        return "walks"
+    if x.device.type != "cuda":
+        return "tiles"  # the interpreter
+    if torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return "walks"
+    return "tiles" if _sound(x.shape[-1], out, x.dtype, x.device) else "walks"
+
+
+def one_per_thread(ttgir: str) -> bool:
+    """Does every matrix step of a compiled kernel work on tensors whose element i is in thread i?"""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", ttgir, re.M))
+    used = set(re.findall(r"(?:mma|movmatrix|shfl)\.sync.*?tensor<(\d+)x\w+, (#\w+)>", ttgir))
+    plain = r"sizePerThread = \[1\], threadsPerWarp = \[32\], warpsPerCTA = \[{}\], order = \[0\]"
+    return bool(used) and all(re.search(plain.format(int(n) // 32), layouts.get(name, "")) for n, name in used)
+
+
+@cache
+def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Compile the tile kernels for a GPU and look at their layouts: nothing in Triton promises them."""
+    with torch.cuda.device(device):
+        x = torch.empty((1, 1, C), dtype=dtype, device=device)
+        words = torch.empty((C, 27), dtype=torch.float32, device=device)
+        launches = [
+            (_products("head_linear", out), [x, x, words, words, 1, *_product_options(x)], {"num_warps": WARPS}),
+            (_products("head_slope", out), [x, x, x, x, words, 1, 1, *_product_options(x)], {"num_warps": WARPS})]
+        if CONVOLUTIONS == "tiles":
+            launches += [(_tiles(name), *_tile_arguments(name, tensors, x, (1, 1, 1))) for name, tensors in (
+                ("head_convolve", (x, words, words, x)), ("head_backward", (x, x, words, x, words)))]
+        for kernel, arguments, options in launches:
+            text = kernel.warmup(*arguments, grid=(1,), **options).asm.get("ttgir")
+            if text is None or not one_per_thread(text):
+                log.warning("graphopt: the offset head runs without its tensor core kernels: %s", (
+                    f"Triton's cache holds {kernel.__name__} without the text that tells its layout; empty the cache"
+                    if text is None else f"{kernel.__name__} would spread values over threads"))
+                return False
+    return True
+
+
+@cache
+def _walks(name: str, strip: head_emit.Strip) -> Any:
+    return getattr(store.load(name, head_emit.module(name, strip)), name)
+
+
+@cache
+def _tiles(name: str) -> Any:
+    return getattr(store.load(name, head_tiles.module(name)), name)
+
+
+@cache
+def _products(name: str, out: int) -> Any:
+    return getattr(store.load(name, head_products.module(name, out)), name)
+
+
+def _product_options(x: Tensor) -> tuple[int, int, bool, bool]:
+    return x.shape[-1], WARPS, x.dtype == torch.float16, uses_ptx()
+
+
+def taps(weight: Tensor) -> Tensor:
+    """Weights as the walks read them, [27, 2, C / 2] in fp32: the even channels, then the odd ones."""
+    C = weight.shape[0]
+    new = torch.empty((27, 2, C // 2), dtype=torch.float32, device=weight.device)
+    return new.copy_(weight.reshape(C // 2, 2, 27).permute(2, 1, 0))
+
+
+def walk(kernel: str, cut: Walk, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:
+    """Launch a convolution by fmas; it reads x in words of two channels."""
+    B, _, C = x.shape
+    rows, columns, steps = cut.launch(grid[1], grid[2], C)
+    _walks(kernel, cut.strip)[(rows, columns, B)](
+        *tensors, *grid, steps, x.stride(0) // 2, x.stride(1) // 2, C, *cut.block, cut.words,
+        x.dtype == torch.float16, uses_ptx(), num_warps=math.prod(cut.block), num_stages=1)
+
+
+def blocks_across(H: int, W: int) -> tuple[int, int, int]:
+    """(blocks side by side in w, programs in w, programs over a plane): the cut with the fewest programs."""
+    cuts = []
+    for bw in (1, 2, 4, 8, 16):
+        across = -(-W // (head_tiles.COLUMNS * bw))
+        cuts.append((across * -(-H // (head_tiles.ROWS * (head_tiles.BLOCKS // bw))), bw, across))
+    programs, bw, across = min(cuts)
+    return bw, across, programs
+
+
+def _tile_arguments(kernel: str, tensors: tuple[Tensor, ...], x: Tensor,
+                    grid: Grid) -> tuple[list[Any], dict[str, Any]]:
+    bw, across, _ = blocks_across(*grid[1:])
+    strides = [] if kernel == "head_backward_input" else [x.stride(0) // 2, x.stride(1) // 2]
+    return [*tensors, *grid, bw, across, *strides, x.shape[-1], head_tiles.WORDS, x.dtype == torch.float16,
+            uses_ptx()], {"num_warps": head_tiles.WORDS, "num_stages": 1,
+                          **({"maxnreg": REGISTERS[kernel]} if kernel in REGISTERS else {})}
+
+
+def tile(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:
+    """Launch a convolution on tensor cores; it reads x in words of two channels."""
+    B, _, C = x.shape
+    arguments, options = _tile_arguments(kernel, tensors, x, grid)
+    programs = (-(-C // (2 * head_tiles.WORDS)), blocks_across(*grid[1:])[2], B)
+    _tiles(kernel)[programs](*arguments, **options)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, engine: str) -> None:
+    """u = the depthwise convolution of x."""
+    if engine == "tiles" == CONVOLUTIONS:
+        tile("head_convolve", (x, weight.contiguous(), bias.contiguous(), u), x, grid)
+    else:
+        even_odd = bias.float().view(-1, 2).T.contiguous()
+        walk("head_convolve", FORWARD, (x, taps(weight), even_odd, u), x, grid)
+
+
+def transposed(x: Tensor, du: Tensor, weight: Tensor, dx: Tensor, grid: Grid, engine: str) -> Tensor:
+    """dx = the transposed convolution of du; the weight gradient in parts [n, C, 27]."""
+    B, _, C = x.shape
+    fast = engine == "tiles" == CONVOLUTIONS
+    n = blocks_across(*grid[1:])[2] if fast else BACKWARD.launch(*grid[1:], C)[0]
+    parts = torch.empty((B * n, C, 27), dtype=torch.float32, device=x.device)
+    if not fast:
+        walk("head_backward_input", BACKWARD, (x, du, taps(weight), dx, parts), x, grid)
+    elif FUSED:
+        tile("head_backward", (du, x, weight.contiguous(), dx, parts), x, grid)
+    else:
+        tile("head_backward_input", (du, weight.contiguous(), dx), x, grid)
+        tile("head_weight", (du, x, parts), x, grid)
+    return parts
+
+
+def padded(out: int) -> int:
+    """Columns of a product's tile for `out` of them."""
+    return max(16, 1 << (out - 1).bit_length())
+
+
+def linear(u: Tensor, matrix: Tensor, bias: Tensor, y: Tensor, engine: str) -> None:
+    """y [.., out] = gelu(u) @ matrix^T + bias; matrix [out, C] has u's dtype."""
+    C, out = u.shape[-1], matrix.shape[0]
+    rows = u.numel() // C
+    if engine == "tiles":
+        programs = -(-rows // (16 * WARPS))
+        _products("head_linear", out)[(programs,)](u, matrix, bias, y, rows, *_product_options(u), num_warps=WARPS)
+        return
+    from graphopt.codegen.dsa import head_kernels
+
+    head_kernels.head_linear[(-(-rows // LINEAR.rows),)](
+        u, matrix, bias, y, rows, C, out, padded(out), LINEAR.rows, LINEAR.channels, u.dtype == torch.float16,
+        uses_ptx(), num_warps=LINEAR.warps, num_stages=LINEAR.stages)
+
+
+def narrow(dy: Tensor, dtype: torch.dtype, engine: str) -> tuple[Tensor, Tensor]:
+    """dy [.., out] rounded and padded, [rows, pitch]; and its column sums in parts [n, out]."""
+    from graphopt.codegen.dsa import head_kernels
+
+    out = dy.shape[-1]
+    rows = dy.numel() // out
+    programs, steps = NARROW.launch(rows)
+    pitch = 16 * head_products.steps_of(out) if engine == "tiles" else padded(out)
+    low = torch.empty((rows, pitch), dtype=dtype, device=dy.device)
+    parts = torch.empty((programs, out), dtype=torch.float32, device=dy.device)
+    head_kernels.head_narrow[(programs,)](
+        dy.contiguous(), low, parts, rows, steps, out, pitch, padded(out), NARROW.rows, num_warps=NARROW.warps)
+    return low, parts
+
+
+def slope(u: Tensor, low: Tensor, matrix: Tensor, du: Tensor, engine: str) -> Tensor:
+    """du = (dy @ matrix) gelu'(u); in parts [n, out + 1, C] the matrix's gradient and below it the sum of du."""
+    from graphopt.codegen.dsa import head_kernels
+
+    out, C = matrix.shape
+    rows = u.numel() // C
+    cut = TILE_SLOPE if engine == "tiles" else SLOPE
+    programs, steps = cut.launch(rows)
+    parts = torch.empty((programs, out + 1, C), dtype=torch.float32, device=u.device)
+    grid = (programs, -(-C // cut.channels))
+    if engine == "tiles":
+        _products("head_slope", out)[grid](
+            u, low, matrix, du, parts, rows, steps, *_product_options(u), num_warps=WARPS)
+    else:
+        head_kernels.head_slope[grid](
+            u, low, matrix, du, parts, rows, steps, C, out, padded(out), cut.rows, cut.channels, cut.stages,
+            u.dtype == torch.float16, uses_ptx(), num_warps=cut.warps)
+    return parts
+
+
+def add(of_taps: Tensor, of_slope: Tensor, of_rows: Tensor, weight: Tensor, bias: Tensor,
+        matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of weight, bias, matrix and of the linear layer's bias (fp32) from their parts."""
+    from graphopt.codegen.dsa import head_kernels
+
+    out, C = matrix.shape
+    new = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (weight, bias, matrix)]
+    last = torch.empty((out,), dtype=torch.float32, device=weight.device)
+    BN = 64
+    programs = -(-C * 27 // BN) + -(-out * C // BN) + -(-C // BN) + -(-out // BN)
+    head_kernels.head_add[(programs,)](
+        of_taps, of_slope, of_rows, *new, last, of_taps.shape[0], of_slope.shape[0], of_rows.shape[0], C, out, 16, BN,
+        num_warps=4)
+    return (*new, last)
