@@ -9,7 +9,8 @@ by what wrote them: [MiB, how many, shape and dtype, kernel].  The history of th
 what was allocated before the step is `before_mib`.
 
 Systems: eager, inductor (mix-order reduction off, where it is wrong), graphopt, graphopt_all (select="all"); to
-compare, graphopt_own (results in memory of their own, not over dying gradients) and graphopt_half (half the programs).
+compare, graphopt_own (results in memory of their own, not over dying gradients) and graphopt_half (half the programs),
+each in a process of its own, because torch would run what it compiled for graphopt.
 `--warm` only compiles, for the caches: one such process for each system, side by side, saves most of the time.
 """
 
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch
 from _results import save
-from step import step
 from step_models import CONFIGS, Size, build, inputs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "models"))
@@ -59,6 +59,11 @@ def compiled(model: torch.nn.Module, system: str) -> Any:
         return torch.compile(model, options={"triton.mix_order_reduction": False})
     options = {"graphopt.on_error": "raise"} | ({"graphopt.select": "all"} if system == "graphopt_all" else {})
     return torch.compile(model, backend="graphopt", options=options)
+
+
+def step(f: Any, kw: dict) -> None:
+    """Forward and backward of a mean square."""
+    f(**kw)[0].float().square().mean().backward()
 
 
 def gradients(f: Any, model: torch.nn.Module, kw: dict, cotangent: torch.Tensor) -> contract.Result:
@@ -145,6 +150,9 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="compile and stop")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    wanted = args.systems.split(",")
+    if len(wanted) > 1 and {"graphopt_own", "graphopt_half"} & set(wanted):
+        parser.error("graphopt_own and graphopt_half need a process of their own: name no other system")
     start = time.perf_counter()
     say = lambda *words: print(f"[{time.perf_counter() - start:.0f} s]", *words, flush=True)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -153,7 +161,7 @@ def main() -> None:
     size = Size(*map(int, args.grid.split("x")), text=512)
     key = ("model", "grid", "layers", "system")
     systems, rows = {}, {}
-    for system in args.systems.split(","):  # the peaks first: nothing else lives on the GPU
+    for system in wanted:  # the peaks first: nothing else lives on the GPU
         row = dict(model=MODEL, grid=args.grid, layers=args.layers, system=system)
         try:
             f = compiled(model, system)

@@ -35,6 +35,13 @@ if INTERPRETED:
 
     interpreter._convert_float = _nearest_even
 
+    # ... and it rounds the product of an fma
+    def _fused(self, x, y, z):  # type: ignore[no-untyped-def]
+        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = _fused
+
     _patch_tensor = interpreter._patch_lang_tensor
 
     def _scalars_from_arrays_of_one(tensor, *scope):  # type: ignore[no-untyped-def]

@@ -80,11 +80,6 @@ def moved(t: dict, device: str, mean: float = 0.0) -> dict:
     return with_leaves(t, [v.requires_grad_() for v in leaves(t)])
 
 
-def all_true(conditions: list[Tensor]) -> list[bool]:
-    """Conditions as Python values, with one wait for the device: GPUs shared by many processes are slow to answer."""
-    return torch.stack(conditions).tolist() if conditions else []
-
-
 def gradients(outs: list[Tensor], t: dict, cotangents: list[Tensor]) -> list[Tensor]:
     """Gradients of all leaves."""
     return list(torch.autograd.grad(outs, leaves(t), [c.to(o.dtype) for o, c in zip(outs, cotangents)]))
@@ -108,12 +103,19 @@ def in_fp64(form: Form, t: dict, cotangents: list[Tensor]) -> tuple[list[Tensor]
     return joined, [torch.cat(g) if own else sum(g) for g, own in zip(zip(*grads), each, strict=True)]
 
 
-def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool = False) -> list[Measured]:
+def measure(
+    form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool = False, apart: bool = False
+) -> list[Measured]:
     """Every output and gradient, over the trials together (a few elements alone would measure luck).
 
-    Asserts dtypes, shapes and that everything is finite; with `twice`, that a second run gives the same bits.
+    Asserts dtypes, shapes and that everything is finite; with `twice`, that a second run gives the same bits.  With
+    `apart`, errors are those of single trials, their geometric mean: of three elements with a small variance the errors
+    are so much larger than all others that one such trial decides the sum.
+    The device is waited for once, at the end: a GPU shared by many processes is slow to answer.
     """
-    sums: dict[str, list[float]] = {}  # name -> squared error, squared error of eager, squared norm
+    same: list[Tensor] = []
+    finite: list[Tensor] = []
+    sums: list[Tensor] = []  # per trial and tensor: squared error, squared error of eager, squared norm
     dtypes: dict[str, torch.dtype] = {}
     for t in trials:
         outs = call(form, t, *attributes(form, dtype), engine="triton")
@@ -122,15 +124,13 @@ def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool 
         if twice:
             again = call(form, t, *attributes(form, dtype), engine="triton")
             pairs = zip([*outs, *got], [*again, *gradients(again, t, cotangents)], strict=True)
-            same = all_true([(a == b).all() for a, b in pairs])
-            assert all(same), f"a second run differs: {same}"
+            same.append(torch.stack([(a == b).all() for a, b in pairs]))
             del again
         for o in outs:
             assert (o.dtype, o.is_contiguous()) == (dtype, True)
         for leaf, g in zip(leaves(t), got, strict=True):
             assert (g.shape, g.dtype) == (leaf.shape, leaf.dtype)
-        finite = all_true([torch.isfinite(g).all() for g in got])
-        assert all(finite), f"gradients that are not finite: {finite}"
+        finite.append(torch.stack([torch.isfinite(v).all() for v in (*outs, *got)]))
         outs = [o.detach() for o in outs]
         truth, want = in_fp64(form, t, cotangents)
         rough_t = with_leaves(t, [v.detach().clone().requires_grad_() for v in leaves(t)])
@@ -140,15 +140,26 @@ def measure(form: Form, trials: Iterable[dict], dtype: torch.dtype, twice: bool 
             got = want = rough_grads = []
         triples = [(f"output {i}", *v) for i, v in enumerate(zip(outs, truth, [r.to(dtype) for r in rough], strict=True))]
         triples += [(f"gradient {i}", *v) for i, v in enumerate(zip(got, want, rough_grads, strict=True))]
-        found = []
-        for name, a, b, c in triples:
-            dtypes[name] = a.dtype
-            found += [(v.detach().double() - b).square().sum() for v in (a, c)] + [b.square().sum()]
-        values = torch.stack(found).tolist() if found else []
-        for k, (name, *_) in enumerate(triples):
-            sums[name] = [p + q for p, q in zip(sums.get(name, [0.0, 0.0, 0.0]), values[3 * k:3 * k + 3])]
-    return [Measured(name, (ours / size) ** 0.5, (eager / size) ** 0.5, dtypes[name])
-            for name, (ours, eager, size) in sums.items() if size > 0]
+        dtypes = {name: a.dtype for name, a, *_ in triples}
+        sums.append(torch.stack([
+            v.square().sum() for _, a, b, c in triples
+            for v in (a.detach().double() - b, c.detach().double() - b, b)
+        ]))
+        del outs, cotangents, got, truth, want, rough_t, rough, rough_grads, triples  # before the next trial's are made
+    assert not same or all(torch.cat(same).tolist()), f"a second run differs: {torch.stack(same).tolist()}"
+    assert all(torch.cat(finite).tolist()), f"not finite: {torch.stack(finite).tolist()}"
+    each = torch.stack(sums).unflatten(1, (-1, 3))
+    names = list(dtypes)
+    if apart:
+        floor = torch.tensor([1e-6 if d == torch.float32 else torch.finfo(d).eps / 10 for d in dtypes.values()])
+        # of a trial whose truth is zero everywhere, no error is 0 and any error is infinite
+        ratios = torch.where(each[..., 2:] > 0, each[..., :2] / each[..., 2:], each[..., :2] / 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
+        errors = ratios.sqrt().cpu().clamp_min(floor[:, None]).log().mean(0).exp().tolist()
+        sizes = each[..., 2].sum(0).tolist()
+    else:
+        totals = each.sum(0)
+        errors, sizes = (totals[:, :2] / totals[:, 2:]).sqrt().tolist(), totals[:, 2].tolist()
+    return [Measured(name, *pair, dtypes[name]) for name, pair, size in zip(names, errors, sizes, strict=True) if size > 0]
 
 
 def compare(form: Form, trials: Iterable[dict], dtype: torch.dtype) -> None:

@@ -64,6 +64,7 @@ def test_a_wrong_kernel_is_seen(device: str, monkeypatch) -> None:
     """An error of a hundredth in one output of one case is a failed case with its place."""
     call = accuracy.call
     monkeypatch.setattr(matrix, "cases", lambda cell, full: [(1, 5, 0.0)])
+    monkeypatch.setattr(matrix, "MANY_SEEDS", 16)
     monkeypatch.setattr(accuracy, "call", lambda *a, **k: [1.01 * o for o in call(*a, **k)])
     row = matrix.run_cell(("norm_modulate", 17, "fp32", False), device, matrix.Memory(2**30))
     assert row["failed"]

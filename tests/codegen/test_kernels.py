@@ -13,7 +13,7 @@ import accuracy
 import pytest
 import torch
 from accuracy import DTYPES, compare, moved, run
-from operator_forms import FORMS, Form, attributes, call, chain, leaves, operands, plain, with_leaves
+from operator_forms import FORMS, Form, attributes, call, chain, leaves, operands, plain, sized, with_leaves
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,6 +73,26 @@ def test_dtypes(fusion: str, B: int, S: int, dtypes: str, device: str, poisoned:
 def test_large_mean(fusion: str, D: int, device: str, poisoned: None) -> None:
     """A variance from E[x^2] - E[x]^2, or padded lanes in it, would be off by far more."""
     run(plain(fusion), 1, 5, D, "fp32", device, mean=1e3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [3, 17, 1152, 5120])
+@pytest.mark.parametrize("fusion", ["norm_modulate", "residual_norm_modulate"])
+def test_constant_rows(fusion: str, D: int, dtype: torch.dtype, device: str) -> None:
+    """A row of one value is its mean exactly: the norm is 0, so y is the shift, and the gradient of the scale is 0."""
+    form = sized(plain(fusion), (2, 5, D))
+    t = moved(operands(form, dtype, torch.float32, (2, 5, D)), device)
+    with torch.no_grad():
+        values = torch.tensor([1000.0, -996.0, 3.140625, 0.0078125, 255.0], device=device)
+        t["x"].copy_(values[None, :, None].expand(2, 5, D))
+        if t["branch"] is not None:
+            t["branch"].copy_(-t["x"] / 4)
+    *_, y = call(form, t, *attributes(form, dtype), engine="triton")
+    scale, shift = t["modulation"]
+    assert torch.equal(y, shift.to(dtype).expand_as(y))
+    dscale, dshift = torch.autograd.grad(y, (scale, shift), torch.ones_like(y))
+    assert not dscale.any()
+    assert torch.equal(dshift, torch.full_like(dshift, 5.0))
 
 
 @pytest.mark.parametrize("reduction", ["one_pass", "two_pass"])

@@ -36,7 +36,9 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     tl.store(H + row * 5120 + c_3, (h_3).to(tl.bfloat16))
     h_4 = (x_4 + branch_4 * gate_4).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 5120 + c_4, (h_4).to(tl.bfloat16))
-    mean = (tl.sum(h_0 + h_1 + h_2 + h_3 + h_4, 0)) * 0.0001953125
+    whole = tl.sum(h_0 + h_1 + h_2 + h_3 + h_4, 0)
+    mean = whole * 0.0001953125
+    mean = tl.fma(tl.fma(mean, -5120.0, whole), 0.0001953125, mean)
     centred_0 = h_0 - mean
     centred_1 = h_1 - mean
     centred_2 = h_2 - mean

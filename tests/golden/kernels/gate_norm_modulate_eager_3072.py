@@ -43,7 +43,9 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     tl.store(H + row * 3072 + c_4, (h_4).to(tl.bfloat16))
     h_5 = ((x_5 + ((branch_5 * gate_5).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 3072 + c_5, (h_5).to(tl.bfloat16))
-    mean = (tl.sum(h_0 + h_1 + h_2 + h_3 + h_4 + h_5, 0)) * 0.0003255208333333333
+    whole = tl.sum(h_0 + h_1 + h_2 + h_3 + h_4 + h_5, 0)
+    mean = whole * 0.0003255208333333333
+    mean = tl.fma(tl.fma(mean, -3072.0, whole), 0.0003255208333333333, mean)
     centred_0 = h_0 - mean
     centred_1 = h_1 - mean
     centred_2 = h_2 - mean

@@ -18,7 +18,9 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     tl.store(H + row * 1536 + c_0, (h_0).to(tl.bfloat16))
     h_1 = (x_1 + branch_1 * gate_1).to(tl.bfloat16).to(tl.float32)
     tl.store(H + row * 1536 + c_1, (h_1).to(tl.bfloat16))
-    mean = (tl.sum(h_0, 0) + tl.sum(h_1, 0)) * 0.0006510416666666666
+    whole = tl.sum(h_0, 0) + tl.sum(h_1, 0)
+    mean = whole * 0.0006510416666666666
+    mean = tl.fma(tl.fma(mean, -1536.0, whole), 0.0006510416666666666, mean)
     centred_0 = h_0 - mean
     centred_1 = h_1 - mean
     variance = (tl.sum(centred_0 * centred_0, 0) + tl.sum(centred_1 * centred_1, 0)) * 0.0006510416666666666

@@ -28,7 +28,9 @@ def norm_modulate_forward(X, SCALE, SHIFT, Y, MEAN, RSTD, N, P, scale_g, shift_g
         x_2 = tl.load(X + row * 1152 + c_2).to(tl.float32)
         x_3 = tl.load(X + row * 1152 + c_3).to(tl.float32)
         x_4 = tl.load(X + row * 1152 + c_4).to(tl.float32)
-        mean = (tl.sum(x_0 + x_1 + x_2 + x_3, 0) + tl.sum(x_4, 0)) * 0.0008680555555555555
+        whole = tl.sum(x_0 + x_1 + x_2 + x_3, 0) + tl.sum(x_4, 0)
+        mean = whole * 0.0008680555555555555
+        mean = tl.fma(tl.fma(mean, -1152.0, whole), 0.0008680555555555555, mean)
         centred_0 = x_0 - mean
         centred_1 = x_1 - mean
         centred_2 = x_2 - mean

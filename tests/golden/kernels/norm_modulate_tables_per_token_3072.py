@@ -11,7 +11,9 @@ def norm_modulate_forward(X, SCALE, SCALE_TABLE, SHIFT, SHIFT_TABLE, Y, MEAN, RS
     x_0 = tl.load(X + row * 3072 + c_0).to(tl.float32)
     x_1 = tl.load(X + row * 3072 + c_1).to(tl.float32)
     x_2 = tl.load(X + row * 3072 + c_2).to(tl.float32)
-    mean = (tl.sum(x_0 + x_1 + x_2, 0)) * 0.0003255208333333333
+    whole = tl.sum(x_0 + x_1 + x_2, 0)
+    mean = whole * 0.0003255208333333333
+    mean = tl.fma(tl.fma(mean, -3072.0, whole), 0.0003255208333333333, mean)
     centred_0 = x_0 - mean
     centred_1 = x_1 - mean
     centred_2 = x_2 - mean

@@ -23,7 +23,9 @@ def norm_modulates_forward(X, SCALE, SHIFT, SCALE2, Y, Y2, Y3, MEAN, RSTD, N, P,
         x_0 = tl.load(X + row * 1536 + c_0).to(tl.float32)
         x_1 = tl.load(X + row * 1536 + c_1).to(tl.float32)
         x_2 = tl.load(X + row * 1536 + c_2).to(tl.float32)
-        mean = (tl.sum(x_0 + x_1 + x_2, 0)) * 0.0006510416666666666
+        whole = tl.sum(x_0 + x_1 + x_2, 0)
+        mean = whole * 0.0006510416666666666
+        mean = tl.fma(tl.fma(mean, -1536.0, whole), 0.0006510416666666666, mean)
         centred_0 = x_0 - mean
         centred_1 = x_1 - mean
         centred_2 = x_2 - mean
