@@ -1,8 +1,8 @@
 """Predicted milliseconds of attention on an H200, dense and sliding, forward and backward.
 
 Constants are fitted to benchmarks/results/h200/dsa.json (heads of 128, bf16; within 15 % of its rows from 6,000 tokens
-on, 15,000 without offsets, a test): dense attention by cuDNN runs at a fixed rate, the kernels at a fixed time per step
-of a tile.  Below, launches from Python are most of the time.
+on, 15,000 without offsets, a test): dense attention by cuDNN runs at a fixed rate, the kernels take a time per step of a
+tile, per tap of a query and per query.  Below, launches from Python are most of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from graphopt.codegen.dsa.registers import TAPS_T, TAPS_W
 from graphopt.codegen.dsa.spec import Triple
 
 DENSE_FLOPS = (579e12, 535e12)  # forward, backward
-STEP_NS = {True: (4.4, 20.7), False: (3.2, 11.0)}  # with learned offsets, and with none
+# ns per step of a tile, per tap of a token and head, per token and head: forward and backward, with learned offsets (True)
+# and with none.  Steps alone are right for one window: 7x13x13 has 8 times the taps of 3x7x7 and 6 times the backward
+PARTS_NS = {True: ((2.375, 0.00231, 0.665), (4.226, 0.0398, 3.151)),
+            False: ((1.043, 0.00217, 0.450), (3.557, 0.00845, 1.322))}
 # the least that forward and backward take: alone up to 1.2 ms was measured, in a model Python is often ahead
 LAUNCH_MS = {True: (0.2, 0.7), False: (0.12, 0.4)}
 HEAD_NS = (0.00384, 0.00959)  # per token and channel of the offset head
@@ -56,8 +59,9 @@ def sliding(batch: int, heads: int, grid: Triple, head_dim: int, window: Triple,
     cut = effective_window(window, grid)
     video = math.prod(grid)
     scale = spec.Spec(cut, head_dim, torch.bfloat16).padded_dim / 128
-    work = batch * heads * steps(cut, grid, SPREAD if learned else (0.0, 0.0, 0.0)) * scale * 1e-6
-    both = [max(ns * work, least) for ns, least in zip(STEP_NS[learned], LAUNCH_MS[learned])]
+    parts = (steps(cut, grid, SPREAD if learned else (0.0, 0.0, 0.0)), video * math.prod(cut), video)
+    both = [max(batch * heads * scale * 1e-6 * sum(a * b for a, b in zip(ns, parts)), least)
+            for ns, least in zip(PARTS_NS[learned], LAUNCH_MS[learned])]
     if text:  # video queries over text keys, and text queries over everything
         flops = 4.0 * batch * heads * head_dim * text * (2 * video + text)
         both = [both[0] + 1e3 * flops / DENSE_FLOPS[0], both[1] + 2.5e3 * flops / DENSE_FLOPS[1]]

@@ -86,7 +86,7 @@ def test_traffic_of_a_chain_worked_out_by_hand() -> None:
 
 
 def test_graphs_by_name(wan) -> None:
-    assert wan.passes == ["canonicalize", "adaln"]
+    assert wan.passes == ["canonicalize", "norm_rotate", "adaln"]
     assert len(wan.graph("adaln").graph.nodes) == len(wan.graph("after").graph.nodes)
     assert len(wan.graph("before").graph.nodes) > len(wan.graph("after").graph.nodes)
     with pytest.raises(ConfigError, match="did you mean 'before'"):
@@ -107,10 +107,10 @@ def test_diff_of_a_pass_and_of_a_rule(wan) -> None:
 
 def test_a_diff_accounts_for_every_node(wan) -> None:
     after = wan.graph("after")
-    found = diff.changes(wan.graph("canonicalize"), after, wan.graphs[0].record.passes[-1])
+    found = diff.changes(wan.graph("norm_rotate"), after, wan.graphs[0].record.passes[-1])
     gone = [r.name for c in found for r in c.before]
     came = [r.name for c in found for r in c.after]
-    old, new = ({r.name for r in nodes.rows(g)} for g in (wan.graph("canonicalize"), after))
+    old, new = ({r.name for r in nodes.rows(g)} for g in (wan.graph("norm_rotate"), after))
     assert sorted(gone) == sorted(old - new)
     assert sorted(came) == sorted(new - old)
 
@@ -157,7 +157,7 @@ def test_json_is_versioned_and_stable() -> None:
     first, second = timeless(run()), timeless(run())
     assert first == second
     assert first["version"] == 1
-    assert list(first["graphs"][0]["nodes"]) == ["before", "canonicalize", "adaln"]
+    assert list(first["graphs"][0]["nodes"]) == ["before", "canonicalize", "norm_rotate", "adaln"]
     assert first["graphs"][0]["passes"][-1]["sites"][0]["fqn"] == "blocks.0"
 
 
