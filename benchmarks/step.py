@@ -262,7 +262,7 @@ def run(group: list[Measured], args: argparse.Namespace, ceilings: dict[str, flo
 
 
 def clocks(device: str) -> str:
-    """Clock, power and what holds the clock down, half a second into a turn: a GPU at its power limit slows down."""
+    """Clock, power and what holds the clock down, 0.3 s into a turn: a GPU at its power limit slows down."""
     if device != "cuda":
         return ""
     time.sleep(0.3)
