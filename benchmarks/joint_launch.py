@@ -68,7 +68,7 @@ def measure(what: str, size: tuple[int, int, int, int], turns: int) -> dict[str,
         for system, (directions, stream) in calls.items():
             for direction, call in directions.items():
                 found[system][direction].append(replayed(call, stream, warmup=5, rep=40))
-    return {s: {d: statistics.median(t) for d, t in directions.items()} for s, directions in found.items()}
+    return {s: {d: statistics.median(t or [0.0]) for d, t in directions.items()} for s, directions in found.items()}
 
 
 def main() -> None:
