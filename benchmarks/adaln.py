@@ -10,7 +10,8 @@ Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor 
 copy bandwidth) over graphopt's time.  Functions are those of adaln_functions.py.  `inductor_max_autotune` adds
 coordinate descent; `inductor_mix_order` is torch's default, whose gradients are wrong (pytorch#193061): it may raise.
 Without `--functions` and `--systems` it is the whole table (`in_table`): graphopt and Inductor everywhere, further
-rivals and forms where a figure is held against them.  Worker processes compile beside one another; then the GPU is left to one of them at a time.
+rivals and forms where a figure is held against them.  Worker processes compile beside one another; then the GPU is
+left to one of them at a time.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
     python benchmarks/adaln_tune.py [--cases F1f:1x32760x1536,F2b:2x16384x3072] [--seconds 200] [--out FOLDER]
 
 A case is a fusion of `FORMS`, a direction and a shape.  f and b are the forward and the backward kernel, s the second
-stage of the backward: the time of both stages less the first's.  The closed form is measured first, marked `*`, then its neighbours (`--only`: it alone).  Times
-are CUDA-graph replays of one kernel, bf16 activations, fp32 factors; `share` is the floor (bytes of every [B, N, D]
-tensor it reads or writes, over the measured copy bandwidth) over the time.  Prints the best configurations and writes
-results/<machine>/adaln_tune.json.  `--write` also puts those that beat the closed form by over 1.5 %, measured once
-more beside it, into the user's table (codegen/tuned.py), `--ship` into the one of the package.
+stage of the backward: the time of both stages less the first's.  The closed form is measured first, marked `*`, then
+its neighbours (`--only`: it alone).  Times are CUDA-graph replays of one kernel, bf16 activations, fp32 factors;
+`share` is the floor (bytes of every [B, N, D] tensor it reads or writes, over the measured copy bandwidth) over the
+time.  Prints the best configurations and writes results/<machine>/adaln_tune.json.  `--write` also puts those that
+beat the closed form by over 1.5 %, measured once more beside it, into the user's table (codegen/tuned.py), `--ship`
+into the one of the package.
 """
 
 from __future__ import annotations

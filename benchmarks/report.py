@@ -72,8 +72,8 @@ def joint_launch(results: Results) -> Section | None:
         return None
     systems = ("joint", "graphopt", "inductor")
     lines = [[r["what"], r["size"], r["direction"], *(number(r["us"].get(s)) for s in systems)] for _, r in found]
-    text = ("`first`: norm and modulate of image and text; `second`: gate, residual, norm and modulate of both. `joint`: "
-            "the pass `joint_launch` on. B x image + text x D, microseconds.\n\n"
+    text = ("`first`: norm and modulate of image and text; `second`: gate, residual, norm and modulate of both. "
+            "`joint`: the pass `joint_launch` on. B x image + text x D, microseconds.\n\n"
             + table(["", "size", "direction", *systems], lines))
     return Section("Two streams in one launch", sorted({f for f, _ in found}), text)
 
