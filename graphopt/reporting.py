@@ -199,9 +199,10 @@ class Report:
             lines += [f"  note: {n}" for n in g.notes]
             if not g.sites:
                 lines.append("  no site: the graph goes through the compiler as it is")
-            groups = Counter((s.kind, s.rule, s.status, s.reason, s.dtype, s.shape) for s in g.sites)
-            for (kind, rule, status, reason, dtype, shape), n in groups.items():
-                first = next(s for s in g.sites if (s.kind, s.rule, s.status, s.reason) == (kind, rule, status, reason))
+            alike = lambda s: (s.kind, s.rule, s.status, s.reason, s.dtype, s.shape)
+            for group, n in Counter(map(alike, g.sites)).items():
+                kind, rule, status, reason, dtype, shape = group
+                first = next(s for s in g.sites if alike(s) == group)
                 size = ",".join(map(str, shape))
                 lines.append(f"  {n:4d} {kind:9} {status:9} {rule:19} {dtype}[{size}]  {first.fqn or '(root)'} ..")
                 if reason:
