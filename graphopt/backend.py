@@ -30,6 +30,7 @@ from graphopt.passes import (
     land_gradients,
     pipeline,
     reuse_gradients,
+    stack_gradients,
 )
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
@@ -156,12 +157,12 @@ def with_order(
 ) -> dict[str, Any]:
     """Inductor's options for a graph where sites were rewritten: matmuls are put into the order that frees early, and
     kernels write gradients over gradients that die; where asked for, sums of gradients first go into the kernels that
-    read or make them.  lands: gradients of weights are written where a streamed model wants them."""
+    read or make them, and gradients that are stacked are written where they are.  lands: gradients of weights are written where a streamed model wants them."""
     fused = any(site.status == "rewritten" for site in sites)
     if config.compiler != "inductor" or not (fused or lands):
         return inductor_options
     late = [m for m in (gradient_addends, column_sums) if _name(m) in beside(config)]
-    last = [m for m in (joint_launch,) if _name(m) in beside(config)]
+    last = [m for m in (stack_gradients, joint_launch) if _name(m) in beside(config)]
     reuses = "reuse_gradients" not in config.disable
 
     def change(graph: fx.Graph) -> None:

@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 # passes beside the sites; they are switched off like a rule
-BESIDE = frozenset({"norm_rotate", "column_sums", "gradient_addends"})
+BESIDE = frozenset({"norm_rotate", "column_sums", "gradient_addends", "stack_gradients"})
 
 # passes that run only when asked for
 EXPERIMENTAL = frozenset({"joint_launch"})
