@@ -70,7 +70,7 @@ def test_json_is_complete_and_stable() -> None:
     assert data["version"] == 1
     (site, _) = data["graphs"][0]["passes"][-1]["sites"]
     assert site["kind"] == "modulate"
-    assert site["where"].endswith("test_reporting.py:23")
+    assert site["where"].endswith("test_reporting.py:25")
     assert site["shape"] == [2, 5, 8]
     assert report.to_json() == report.to_json()
     assert "2 modulate sites (2 rewritten)" in str(report)
