@@ -57,7 +57,8 @@ MEAN_SHAPE = (2, 9)
 # what was imported, whatever is checked out later
 MADE = dict(commit=commit(), torch=torch.__version__, triton=triton_version())
 # a relative error over fewer elements than this scatters (a row of 3 with a small variance outweighs all others): where
-# it is outside, it is measured again with more seeds, the geometric mean of their errors, and that counts
+# it is outside, it is measured again with more seeds, and both the error of all of them together and the geometric mean
+# of single seeds' errors have to be within (accuracy.py, `apart`)
 FEW, MANY_SEEDS = 2000, 128
 # GPU memory of one case in bytes per element of x: eager and ours; of one sample, fp64 eager with its autograd
 BYTES, BYTES_FP64 = 130, 130
