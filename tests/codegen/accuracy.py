@@ -5,13 +5,18 @@ that dtype, fp32 ones at most max(1e-5, 1.25x eager's); gradients the same, in t
 is zero (behind a layer norm of one channel), the same for root mean squares of errors.
 
 `apart`, for cases of few elements: a row of three values has a variance below v in a share of draws that is proportional
-to v, and squared relative errors grow with 1 / v, so their expectation diverges and a few trials, where both sides are
-far off, decide the figure of all.  There the typical trial has to meet the rule as well (geometric mean over trials of
-the relative error), beside the figure of all trials, which a single wrong trial decides.
+to v, and squared relative errors grow with 1 / v, so their expectation diverges, and the figure of all trials is that of
+one or two of them however many there are.  (gate_norm_modulates, [1, 1, 3], bf16: of the first 128 trials one has a
+gradient 18 times as large as that of any other.  With 4,096 trials of the reference in 32 blocks, our figure of a block is
+0.15 to 1.12 times eager's; the geometric mean, 0.42 to 0.52 times.)  Three things are asked instead, of relative errors of
+single trials: their geometric mean is within the rule; so is that of the eighth of all trials in which either side is
+farthest off, so that ill-conditioned rows are no worse than eager's; and no trial is off by 32 times what eager is there,
+or usually is (10 times is the most in those trials), so that a trial that is wrong is seen.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +30,7 @@ from graphopt.codegen import kernels
 LARGE = 4_000_000  # elements of x
 ZERO = 1e-10  # a truth of this root mean square is zero: fp64 that was rounded; operands and cotangents are around 1
 MOST = 1.25  # times eager's error
+TAIL, SINGLE = 1 / 8, 32  # see `apart`
 # name -> dtype of the activations, dtype of the factors
 DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16), "bf16-fp32": (torch.bfloat16, torch.float32),
@@ -35,36 +41,42 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Relative L2 errors of one tensor, ours and eager's, and what ours may be; `apart`: those of all trials as one."""
+    """Relative L2 errors of one tensor, ours and eager's, and what ours may be.
+
+    Of single trials (`apart`): `tail`, the same of those farthest off; `single`, the largest ratio of ours to eager's.
+    """
 
     name: str
     ours: float
     eager: float
     dtype: torch.dtype
-    apart: tuple[float, float] | None = None
+    tail: tuple[float, float] = (0.0, 0.0)
+    single: float = 0.0
 
     @property
     def floor(self) -> float:
         """What may be off whatever eager does."""
         return 1e-5 if self.dtype == torch.float32 else 1e-6
 
+    def allowed(self, eager: float) -> float:
+        """The largest error allowed, where this is eager's."""
+        return max(self.floor, MOST * eager)
+
     @property
     def limit(self) -> float:
         """The largest error allowed."""
-        return max(self.floor, MOST * self.eager)
+        return self.allowed(self.eager)
 
     @property
     def ratio(self) -> float:
-        """Our error in units of the limit; of both limits the one that is nearer."""
-        one = self.ours / self.limit
-        if self.apart is None:
-            return one
-        tail = self.apart[0] / max(self.floor, MOST * self.apart[1])
-        return tail if tail > one or tail != tail else one
+        """Our error in units of the limit; of several, the nearest to its limit."""
+        each = [self.ours / self.limit, self.tail[0] / self.allowed(self.tail[1]), self.single / SINGLE]
+        return math.nan if any(map(math.isnan, each)) else max(each)
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.ours:.3e}, eager {self.eager:.3e}, limit {self.limit:.3e}"
-        return text if self.apart is None else f"{text}; as one {self.apart[0]:.3e}, eager {self.apart[1]:.3e}"
+        more = f"; farthest off {self.tail[0]:.3e}, eager {self.tail[1]:.3e}; one trial {self.single:.1f} x eager's"
+        return text + more if self.single else text
 
 
 @contextmanager
@@ -168,19 +180,27 @@ def measure(
     assert all(torch.cat(finite).tolist()), f"not finite: {torch.stack(finite).tolist()}"
     each = torch.stack(sums).unflatten(1, (-1, 3))
     names = list(dtypes)
-    totals = each.sum(0).cpu()
+    each = each.cpu()
+    totals = each.sum(0)
     counts = torch.tensor([[max(1.0, float(len(sums) * n))] for n in sizes])
-    zero = totals[:, 2:] <= (ZERO**2 * counts)
+    zero = totals[:, 2:] <= ZERO**2 * counts
     together = (totals[:, :2] / torch.where(zero, counts, totals[:, 2:])).sqrt()
     if not apart:
         return [Measured(name, *pair, dtypes[name]) for name, pair in zip(names, together.tolist(), strict=True)]
-    floor = torch.tensor([1e-6 if d == torch.float32 else torch.finfo(d).eps / 10 for d in dtypes.values()])
+    return [Measured(name, *pair, dtypes[name]) if is_zero else apart_of(name, each[:, i], dtypes[name])
+            for i, (name, pair, is_zero) in enumerate(zip(names, together.tolist(), zero.flatten().tolist(), strict=True))]
+
+
+def apart_of(name: str, each: Tensor, dtype: torch.dtype) -> Measured:
+    """A tensor judged by single trials; each: [trials, (squared error, eager's, squared norm)]."""
+    floor = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 10
     # of a trial whose truth is zero everywhere, no error is 0 and any error is infinite
-    ratios = torch.where(each[..., 2:] > 0, each[..., :2] / each[..., 2:], each[..., :2] / 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
-    errors = ratios.sqrt().cpu().clamp_min(floor[:, None]).log().mean(0).exp()
-    errors = torch.where(zero, together, errors)
-    return [Measured(name, *pair, dtypes[name], tuple(as_one))
-            for name, pair, as_one in zip(names, errors.tolist(), together.tolist(), strict=True)]
+    relative = torch.where(each[:, 2:] > 0, each[:, :2] / each[:, 2:], each[:, :2] / 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
+    logs = relative.sqrt().clamp_min(floor).log()
+    far = logs.amax(1).topk(max(1, round(TAIL * len(logs)))).indices
+    usual, tail = logs.mean(0), logs[far].mean(0).exp().tolist()
+    single = (logs[:, 0] - torch.maximum(logs[:, 1], usual[1])).max().exp().item()
+    return Measured(name, *usual.exp().tolist(), dtype, tuple(tail), single)
 
 
 def compare(form: Form, trials: Iterable[dict], dtype: torch.dtype) -> None:
