@@ -1,8 +1,7 @@
-"""A converted model under FSDP2 and DDP in two processes, and the adaptation example."""
+"""A converted model under FSDP2 and DDP in two processes."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -32,22 +31,3 @@ def test_gradients_are_those_of_one_process(found: dict, way: str, limit: float)
     limit = limit if found["device"] == "cpu" else max(limit, 2e-3)
     assert found[way]["all"] <= limit
     assert found[way]["heads"] <= limit
-
-
-def test_the_adaptation_example_runs(tmp_path, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    module = importlib.import_module("adapt_dsa")
-    module.main(["--smoke", "--seed", "0", "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "seed0.json").read_text())
-    assert set(result["arms"]) == set(module.ARMS)
-    for arm in result["arms"].values():
-        assert [p["step"] for p in arm["curve"]] == [0, 1, 2]
-        assert all(0 < e < 10 for p in arm["curve"] for e in p["error"].values())
-    start = {name: arm["curve"][0]["error"] for name, arm in result["arms"].items()}
-    assert start["dsa"] == start["window"] == start["tap"] != start["dense"], "offsets start at zero"
-    module.join(tmp_path, ["--smoke"])
-    assert json.loads((tmp_path / "adapt_dsa.json").read_text())["rows"] == [result]
-    module.plot(tmp_path)
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert (tmp_path / "offsets.png").exists()
-    assert "tap" in module.table(tmp_path)
