@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import subprocess
 import sys
 import time
@@ -193,7 +192,7 @@ class Run:
 
     def train(self, part: str, curve: list[dict], model: torch.nn.Module, groups: list[dict], steps: int, seed: int,
               every: int, batch: int, handle: Any = None, distill: int = 0) -> None:
-        """Held-out errors go to `curve`, the state is kept with each; the first `distill` steps add the distillation loss."""
+        """Held-out errors go to `curve`, and with each the state is kept; the first `distill` steps also distil."""
         cuda = self.device == "cuda"
         base = [g["lr"] for g in groups]
         for g in groups:  # a graph reads the learning rate from memory

@@ -28,7 +28,7 @@ class State:
             theirs = self.data["result"]["setup"]
             if theirs != mine:
                 differ = sorted(k for k in mine if theirs.get(k) != mine[k])
-                raise SystemExit(f"{self.path} was made with other {', '.join(differ)}: use another --out, or remove it")
+                raise SystemExit(f"{self.path} was made with other {', '.join(differ)}: use another --out or remove it")
 
     def save(self) -> None:
         """Write the file; a run that is killed meanwhile finds the last one."""

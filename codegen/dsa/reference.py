@@ -155,11 +155,12 @@ def few_tokens(N: int, points: int, D: int) -> bool:
 
     Those vectors are written and read several times.
     """
-    return N * 8 <= points * D
+    return points * D >= 8 * N
 
 
 def on_tokens(tokens: Tensor, N: int, *weights: Tensor) -> list[Tensor]:
-    """Each of weights [B, h, n, L], given for tokens [B, h, n, L], as [B, h, n, N]; equal tokens add in a fixed order."""
+    """Each of weights [B, h, n, L], given for tokens [B, h, n, L], as [B, h, n, N]; equal tokens add in a fixed order.
+    """
     rows = tokens.shape[:-1]
     first = (torch.arange(rows.numel(), device=tokens.device) * N).view(*rows, 1)
     values = torch.stack([w.flatten() for w in weights], -1)
