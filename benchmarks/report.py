@@ -223,8 +223,7 @@ def several(results: Results) -> Section | None:
     told = [r for _, r in results.rows("schedule", check="step", mode="simulated with the fit")]
     if told:
         parts += ["**Predicted, not measured**: the same policies on whole plans for these numbers of ranks, "
-                  "simulated with
-                  " the costs fitted on the machine above and 3 % noise. A step's overhead, communication in it, "
+                  "simulated with the costs fitted on the machine above and 3 % noise. A step's overhead, communication in it, "
                   "is that of the fit's number of ranks. Gain: over equal_token; without waiting: the same if no rank "
                   "ever waited.",
                   table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step", "gain, %",
