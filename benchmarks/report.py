@@ -223,9 +223,9 @@ def several(results: Results) -> Section | None:
     told = [r for _, r in results.rows("schedule", check="step", mode="simulated with the fit")]
     if told:
         parts += ["**Predicted, not measured**: the same policies on whole plans for these numbers of ranks, "
-                  "simulated with the costs fitted on the machine above and 3 % noise. A step's overhead, communication in it, "
-                  "is that of the fit's number of ranks. Gain: over equal_token; without waiting: the same if no rank "
-                  "ever waited.",
+                  "simulated with the costs fitted on the machine above and 3 % noise. A step's overhead, "
+                  "communication in it, is that of the fit's number of ranks. Gain: over equal_token; without waiting: "
+                  "the same if no rank ever waited.",
                   table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step", "gain, %",
                          "without waiting, %", "busy / wall, %", "waiting, %", "CV of steps, %", "CV of loads, %"],
                         [predicted(r, told) for r in sorted(told, key=policy_order)])]
