@@ -236,7 +236,7 @@ def main() -> None:
             engine.link.overlap(not serial)
             driver = Serial(opt) if serial else opt
             pictured = a.timeline is not None and updates.index(update) < a.timelines
-            plan = graphopt.stream_plan(model, tokens, slots=a.slots, update=opt.update, rates=rates)
+            plan = graphopt.stream_plan(model, tokens, slots=1 if serial else a.slots, update=opt.update, rates=rates)
             try:
                 row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
                             f"{tokens}-{update}", n, warm, say)
@@ -309,7 +309,12 @@ def order(
             f"{ups * bytes_up / count / max(1e-9, busy(line.spans, 'upload')) / 1e9:.1f} GB/s")
         print(line, flush=True)
     reserved = torch.cuda.max_memory_reserved() / 2**30 if GPU else 0.0
-    return dict(forward_ms=statistics.median(forward), step_ms=ms, peak_gib=peak, reserved_gib=reserved)
+    buffers, pool = engine.replays.nbytes
+    if engine.replays.recorded:
+        say(f"{label}: {engine.replays.recorded} graphs, {engine.replays.replayed} replays, inputs "
+            f"{buffers / 2**30:.3f} GiB, pool {pool / 2**30:.3f} GiB, reserved {reserved:.2f}")
+    return dict(forward_ms=statistics.median(forward), step_ms=ms, peak_gib=peak, reserved_gib=reserved,
+                graphs_gib=(buffers + pool) / 2**30)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,12 @@ class Replays:
         """Graphs there are."""
         return len(self._graphs)
 
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Device bytes of the inputs' buffers, and of the graphs' memory pool."""
+        pool = 0 if self._pool is None else self.link.pool_bytes(self._pool)
+        return sum(b.tensor.untyped_storage().nbytes() for b in self._buffers.values()), pool
+
     def launching(self, dry: bool) -> None:
         """A layer is about to be launched; dry: the device has done everything that was queued."""
         if self.mode != "auto" or self.active:

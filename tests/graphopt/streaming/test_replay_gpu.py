@@ -116,6 +116,7 @@ def test_inductors_kernels_in_graphs() -> None:
         losses.append(train(step, opt, x, steps=5))
         engine = attach.engine_of(model)
         assert (engine.replays.replayed > 0) == (graphs == "on")
+        assert (min(engine.replays.nbytes) > 0) == (graphs == "on")
         products = 10  # of a Wan block; their gradients are written into the slab by the product itself
         assert engine.gradients.copied == 5 * 3 * (len(engine.store.layers[0].trained) - products)
     assert losses[0] == losses[1]
