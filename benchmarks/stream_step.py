@@ -4,10 +4,10 @@
                                      [--updates "deferred,priority,serial;priority"] [--timeline FOLDER]
 
 Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
-compute); then each update order ("priority@20": with 20 threads, "priority+graphs": with CUDA graphs per class of
-layers).  "serial": one stream for kernels and copies, the update at the end of the step.  Lists of orders, separated by
-";", go to the grids in turn; the last one serves all that are left.  Resident compute is measured before and after the
-orders of a grid, and rows hold the median of both.
+compute); then each update order ("priority@20/8+graphs": with 20 threads, 8 slots and CUDA graphs per class of layers).
+"serial": one stream for kernels and copies, the update at the end of the step.  Lists of orders, separated by ";", go to
+the grids in turn; the last one serves all that are left.  Resident compute is measured before and after the orders of a
+grid, and rows hold the median of both.
 bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
@@ -15,6 +15,7 @@ bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  O
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 import weakref
@@ -100,6 +101,15 @@ def steps(model, kw: dict, opt, n: int, warm: int) -> tuple[list[float], list[fl
 def number(x: float) -> float | None:
     """None for what was not measured."""
     return x if x == x else None
+
+
+def parsed(update: str, a: argparse.Namespace) -> tuple[str, int | None, int]:
+    """Kind, threads and slots of an order as it is asked for."""
+    found = re.fullmatch(r"(\w+)(?:@(\d+))?(?:/(\d+))?(?:\+graphs)?", update)
+    if found is None:
+        raise SystemExit(f"stream_step: no such order: {update}")
+    kind, threads, slots = found.groups()
+    return kind, int(threads) if threads else a.threads, int(slots) if slots else 1 if kind == "serial" else a.slots
 
 
 class Nothing:
@@ -226,20 +236,21 @@ def main() -> None:
         updates = lists[min(list(grids).index(grid), len(lists) - 1)].split(",")
         rows = []
         for update in updates:
-            kind, _, threads = update.removesuffix("+graphs").partition("@")
+            kind, threads, slots = parsed(update, a)
             engine.replays.set("on" if update.endswith("+graphs") else "off")
             serial = kind == "serial"
             opt.update = "deferred" if serial else kind
-            opt.updates.kernel = kernel_of("auto", engine.link, int(threads) if threads else a.threads)
+            opt.updates.kernel = kernel_of("auto", engine.link, threads)
             engine.gradients.keep_norms = opt.update == "deferred"
-            engine.set_slots(1 if serial else a.slots)
+            engine.set_slots(slots)
+            bound = bounds(engine, rate, slots, r, f)
             engine.link.overlap(not serial)
             driver = Serial(opt) if serial else opt
             pictured = a.timeline is not None and updates.index(update) < a.timelines
-            plan = graphopt.stream_plan(model, tokens, slots=1 if serial else a.slots, update=opt.update, rates=rates)
+            plan = graphopt.stream_plan(model, tokens, slots=slots, update=opt.update, rates=rates)
             try:
                 row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
-                            f"{tokens}-{update}", n, warm, say)
+                            f"{tokens}-{update.replace('/', '-')}", n, warm, say)
             except Exception as error:  # the other orders are still worth measuring
                 say(f"{name} {update} FAILED: {type(error).__name__}: {error}")
                 continue
@@ -249,13 +260,13 @@ def main() -> None:
                 f"x{row['step_ms'] / r:.3f} resident; planned {1e3 * plan.step_s:.1f} ms, "
                 f"peak {plan.peak_bytes / 2**30:.3f} GiB, host {plan.host_bytes / 2**30:.2f} GiB")
             row |= dict(params_b=round(params, 3), tokens=tokens, system="serial" if serial else "graphopt",
-                        update=opt.update, overlap=not serial, slots=1 if serial else a.slots, resident=a.resident,
+                        update=opt.update, overlap=not serial, slots=slots, resident=a.resident,
                         layers=a.layers, width=a.width, resident_ms=number(r), bound_ms=number(bound[kind]),
                         rho=number(bound[kind] / row["step_ms"]), host_gib=engine.store.arena.nbytes / 2**30,
                         plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
                         plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
                         graphs="on" if update.endswith("+graphs") else None,
-                        threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
+                        threads=threads or len(numa.pool_cpus(engine.link.device)))
             save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
             rows.append(row)
         if rows and not a.no_resident_run:
@@ -267,13 +278,14 @@ def main() -> None:
             r, f = statistics.median(times + after), statistics.median(forwards + forward)
             say(f"{name}: resident compute again {statistics.median(after):.1f} ms; of both {r:.1f}, forward {f:.1f}; "
                 f"{[round(t, 1) for t in after]}")
-            bound = bounds(engine, rate, a.slots, r, f)
             for row in rows:
+                bound = bounds(engine, rate, row["slots"], r, f)
                 kind = "serial" if row["system"] == "serial" else row["update"]
                 row |= dict(resident_ms=r, resident_before_ms=statistics.median(times),
                             resident_after_ms=statistics.median(after), bound_ms=number(bound[kind]),
                             rho=number(bound[kind] / row["step_ms"]), adamw_alone_ms=number(bound["adamw"]))
-                say(f"{name} {row['system']} {row['update']} graphs={row['graphs']}: {row['step_ms']:.1f} ms, "
+                say(f"{name} {row['system']} {row['update']} {row['threads']} threads, "
+                    f"{row['slots']} slots, graphs {row['graphs']}: {row['step_ms']:.1f} ms, "
                     f"rho {row['rho'] or 0:.3f}, x{row['step_ms'] / r:.3f} resident")
             save("stream", rows, KEYS, {}, a.out)
 
