@@ -6,8 +6,8 @@
 Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
 compute); then each update order ("priority@20/8+graphs": with 20 threads, 8 slots and CUDA graphs per class of layers).
 "serial": one stream for kernels and copies, the update at the end of the step.  Lists of orders, separated by ";", go
-to the grids in turn; the last one serves all that are left.  Resident compute is measured before and after the orders of a
-grid, and rows hold the median of both.
+to the grids in turn; the last one serves all that are left.  Resident compute is measured before and after the orders
+of a grid, and rows hold the median of both.
 bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
