@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from resident import OPTIONS, Recompute, checkpointed, differing, layers
+from resident import OPTIONS, Recompute, checkpointed, differing, layers, train
 from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
 from zoo import ZOO, liven
@@ -107,6 +107,21 @@ def checkpointed_on_gpu(layer) -> None:
         return Recompute.apply(again, torch.zeros((), requires_grad=True), False, x, temb, rope)
 
     layer.forward = run
+
+
+def trains_as_resident(name, **settings):
+    """Check five steps of a tiny diffusers model against the resident one, bit by bit; give the streamed one."""
+    model, x = ZOO[name].build()
+    liven(model)
+    other, x = copy.deepcopy(model.train()), on_gpu(x)
+    model.cuda()
+    for layer in layers(model):
+        checkpointed(layer)
+    want = train(model, Reference(model), x)
+    opt, step = streamed(other, **settings)
+    assert train(step, opt, x) == want
+    same(other, model)
+    return other
 
 
 def wide(n):

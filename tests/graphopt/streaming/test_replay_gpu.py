@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from on_gpu import Reference, on_gpu, pair, same, streamed, wide
-from resident import checkpointed, layers, train
+from on_gpu import Reference, on_gpu, pair, same, streamed, trains_as_resident, wide
+from resident import train
 from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
-from zoo import ZOO, liven
 
 import graphopt
 from graphopt.streaming import attach, replay
@@ -47,17 +44,7 @@ def test_graphs_are_recorded_again_for_another_ring() -> None:
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
 def test_zoo_with_graphs(name: str) -> None:
-    model, x = ZOO[name].build()
-    liven(model)
-    other = copy.deepcopy(model.train())
-    model.cuda()
-    for layer in layers(model):
-        checkpointed(layer)
-    want = train(model, Reference(model), on_gpu(x))
-    opt, step = streamed(other, graphs="on")
-    assert train(step, opt, on_gpu(x)) == want
-    same(other, model)
-    assert attach.engine_of(other).replays.replayed
+    assert attach.engine_of(trains_as_resident(name, graphs="on")).replays.replayed
 
 
 def test_auto_records_where_launches_show() -> None:
