@@ -246,19 +246,22 @@ def test_accelerate_launch(data: Path, common, tmp_path: Path) -> None:
 def test_on_gpus_killed_and_resumed(tmp_path: Path, ranks: int) -> None:
     """Compiled by Inductor, bf16: as on a CPU, the resumed run has the bits of the uninterrupted one."""
     options = ("--data", str(tmp_path / "data"), "--make-data", "24", "--steps", "8", "--save-every", "2", "--tau", "8")
-    finished(tmp_path / "straight", *options, ranks=ranks)
+    finished(tmp_path / "straight", *options, ranks=ranks, seconds=600)
     job = Job(tmp_path / "killed", *options, ranks=ranks)
-    job.kill_when(lambda: len(lines(tmp_path / "killed")) >= 5)
-    finished(tmp_path / "killed", *options, "--resume", ranks=ranks)
+    job.kill_when(lambda: len(lines(tmp_path / "killed")) >= 5, seconds=600)
+    finished(tmp_path / "killed", *options, "--resume", ranks=ranks, seconds=600)
     assert lines(tmp_path / "straight")[:3]
     assert [json.loads(x)["loss"] for x in lines(tmp_path / "straight")] == [json.loads(x)["loss"] for x in lines(tmp_path / "killed")]
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "killed"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [("--layers", "4"), ("--stream",), ("--layers", "4", "--checkpointing")])
+@pytest.mark.parametrize("options", [
+    ("--layers", "4"), ("--stream",), ("--layers", "4", "--checkpointing"), ("--layers", "2", "--dsa", "3", "7", "7"),
+    ("--layers", "2", "--lora", "16"), ("--layers", "4", "--stream", "--dsa", "3", "7", "7")], ids=" ".join)
 def test_on_a_gpu_at_the_width_of_wan_1_3b(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Streamed, all 30 layers are one compile; resident, each is compiled, which takes minutes."""
-    finished(tmp_path, "--make-data", "8", "--size", "1.3b", "--steps", "3", *options)
+    job = finished(tmp_path, "--make-data", "8", "--size", "1.3b", "--steps", "3", *options, seconds=900)
+    print(*lines(tmp_path), job.output()[-1500:], sep="\n")
     assert [json.loads(x)["step"] for x in lines(tmp_path)] == [0, 1, 2]
     assert all(json.loads(x)["loss"] < 4 for x in lines(tmp_path))
