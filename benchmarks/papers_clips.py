@@ -1,6 +1,6 @@
 """The largest clip at 1080p that trains on one GPU: resident, streamed, streamed with sliding attention.
 
-    python benchmarks/papers_clips.py --system resident|resident_checkpointed|streamed|streamed_dsa [--layers 2] [--cap 64]
+    python benchmarks/papers_clips.py --system resident|resident_checkpointed|streamed|streamed_dsa [--cap 64]
 
 The model is Wan's block at the width of 105 B parameters (62 layers of 10,240 with 80 heads and an FFN of 40,960); as
 many of its layers as a dense step can be waited for.  A clip of 1088 x 1920 has T x 68 x 120 tokens and 4 T - 3 frames.
