@@ -2,8 +2,9 @@
 
     python _script.py SCRIPT ARGUMENTS ..        or    python _script.py -m MODULE ARGUMENTS ..
 
-`graphopt bench` starts its scripts by it.  An import that is interrupted may fail with another exception (an extension
-module turns KeyboardInterrupt into ImportError), so whatever ends the script after a Ctrl-C counts as interrupted.
+`graphopt bench` starts its scripts by it.  While a module is imported, KeyboardInterrupt is not to be relied on: import
+statements in `try` swallow it, an extension module turns it into ImportError.  So there the process ends at once; there
+are no rows yet.  Later the script gets its KeyboardInterrupt, and whatever it ends with counts as interrupted.
 Who starts it may hold SIGINT back (`signal.pthread_sigmask`): it is let through here, where it is caught.
 """
 
@@ -18,6 +19,21 @@ from types import FrameType
 INTERRUPTED = 130
 
 
+def importing(frame: FrameType | None) -> bool:
+    """Whether an import statement is being run somewhere below this frame."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def leave() -> None:
+    """One line, and out: modules that were half imported have exit handlers that fail."""
+    print("interrupted; rows saved so far stay", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
+
+
 def main() -> None:
     """Run what the command line names as `__main__`."""
     came = False
@@ -25,10 +41,13 @@ def main() -> None:
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal came
         came = True
+        if importing(frame):
+            leave()
         raise KeyboardInterrupt
 
     try:
-        signal.signal(signal.SIGINT, on_interrupt)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # started in the background
+            signal.signal(signal.SIGINT, on_interrupt)
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         sys.argv = sys.argv[1:]
@@ -42,8 +61,7 @@ def main() -> None:
         code = end.code if isinstance(end, SystemExit) else None
         if not came or code == INTERRUPTED:  # the script's own answer to Ctrl-C stands
             raise
-        print("interrupted; rows saved so far stay", file=sys.stderr, flush=True)
-        os._exit(INTERRUPTED)  # modules that were half imported have exit handlers that fail
+        leave()
 
 
 if __name__ == "__main__":

@@ -37,14 +37,16 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-IMPORTING = """
+SLEEPING = """
 import os, sys, time
 open(os.environ["GRAPHOPT_RESULTS"], "w").close()
 try:
     time.sleep(60)
-except KeyboardInterrupt as e:  # as an extension module does it
-    raise ImportError("initialization failed") from e
+except KeyboardInterrupt as e:
+    {}
 """
+SWALLOWED = "time.sleep(60)  # as an optional import in `try` does it"
+TURNED = "raise ImportError('initialization failed') from e  # as an extension module does it"
 
 
 def run(toy: Path, *arguments: str) -> subprocess.Popen:
@@ -107,8 +109,10 @@ def test_ctrl_c_ends_with_130_and_keeps_rows(toy: Path) -> None:
     assert json.loads(file.read_text())["rows"][0]["case"] == "wait"
 
 
-def test_ctrl_c_while_a_script_imports_is_one_line(toy: Path) -> None:
-    (toy / "toy.py").write_text(IMPORTING)
+@pytest.mark.parametrize(("script", "module"), [("import slow", SLEEPING.format(SWALLOWED)), (SLEEPING.format(TURNED), "")])
+def test_ctrl_c_while_a_script_imports_is_one_line(toy: Path, script: str, module: str) -> None:
+    (toy / "toy.py").write_text(script)
+    (toy / "slow.py").write_text(module)
     child = run(toy, "toy")
     for _ in range(600):
         if (toy / "out").exists():
