@@ -41,12 +41,13 @@ def adaln(results: Results) -> Section | None:
         if best is not None and "graphopt" in us and best <= 1.01 * us["graphopt"]:
             rivals.append(f"{r['kernel']} {r['direction']} {shape} ({number(best)} against "
                           f"{number(us['graphopt'])} us)")
-    lines = [[kernel, shape, *(both(pair, lambda r, s=s: number(r["us"].get(s))) for s in systems),
+    cell = lambda r, s: number(r["us"].get(s)) + ("\\*" if s in r.get("us_commit", {}) else "")
+    lines = [[kernel, shape, *(both(pair, lambda r, s=s: cell(r, s)) for s in systems),
               both(pair, lambda r: number(r.get("roofline"), 2))] for (kernel, _, shape), pair in sorted(pairs.items())]
     text = ("Forward / backward: whole compiled functions, second stage of the backward included; CUDA-graph replays, "
             "medians in microseconds. The last column is the floor (bytes that must move, over the copy bandwidth "
             "measured in that run) over graphopt's time. `inductor`: mix-order reduction off, because with it "
-            "gradients are wrong.\n\n"
+            "gradients are wrong. \\*: of an earlier run than graphopt's.\n\n"
             + table(["kernel", "B x N x D", *systems, "of copy"], lines))
     return Section("Fused norms and gates", sorted({f for f, _ in found}), text,
                    ("adaln", lambda p: plots.adaln([r for _, r in found], p)), rivals)
@@ -78,7 +79,7 @@ def step(results: Results) -> Section | None:
         for s in [s for s in order if s in same] + sorted(set(same) - set(order)):
             r = same[s]
             lines.append([k[0], k[1], str(k[2]), k[3], s, number(r.get("forward_ms"), 4), number(r["step_ms"], 4),
-                          number(r["peak_gib"], 4), number(r.get("grad_norm"), 5)])
+                          number(r["peak_gib"], 4), number(r.get("grad_norm"), 5), r.get("commit", "-")[:7]])
         if {"graphopt", "inductor_no_mix_order"} <= set(same):
             ours, theirs = same["graphopt"], same["inductor_no_mix_order"]
             if theirs["step_ms"] <= 1.005 * ours["step_ms"]:
@@ -88,9 +89,9 @@ def step(results: Results) -> Section | None:
                 rivals.append(f"{k[0]} {k[1]}, batch {k[2]}: Inductor's peak is {number(theirs['peak_gib'], 4)} GiB, "
                               f"graphopt's {number(ours['peak_gib'], 4)}")
     text = ("Forward and backward, no optimizer. A gradient norm that is not eager's is a wrong result, not a fast "
-            "one.\n\n"
+            "one. Rows of several commits are of several runs.\n\n"
             + table(["model", "grid", "batch", "layers", "system", "forward, ms", "step, ms", "peak, GiB",
-                     "gradient norm"], lines))
+                     "gradient norm", "commit"], lines))
     return Section("A training step", sorted({f for f, _ in found}), text,
                    ("step", lambda p: plots.step([r for _, r in found], p)), rivals)
 
