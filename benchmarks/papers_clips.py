@@ -8,10 +8,12 @@ resident: bf16 weights, fp32 masters and moments on the GPU, torch's fused AdamW
 streamed: graphopt.stream and HostAdamW; dsa: self-attention over 3 x 7 x 7 tokens at learned offsets.  All compiled by
 graphopt, T dynamic.
 
-One T after another is tried (forward, backward, update): two small ones, whose peaks foretell the limit, then from
-there until T fits and T + 1 runs out of memory, or --seconds are over.  A row per T: fits, step_s, peak_gib, host_gib,
-cap_gib.  --cap: the memory that torch may take, where less than the whole GPU is to be filled (the peaks are those of
-this process, so other processes may run beside it; the seconds then are theirs too).
+One T after another is tried (forward, backward, update): two small ones, whose peaks foretell the limit (once before,
+to compile), then from there until T fits and T + 1 runs out of memory, or --seconds are over.  A row per T: fits,
+step_s, peak_gib, host_gib, cap_gib.  --cap: the memory that torch may take, where less than the whole GPU is to be
+filled (the peaks are those of this process, so other processes may run beside it; the seconds then are theirs too).
+Several systems may compile beside each other and measure in turn: --ready FILE is made when this one has compiled,
+--after FILE,.. is waited for then.  --warm: compile and end.
 """
 
 from __future__ import annotations
@@ -87,13 +89,18 @@ def streamed(model: torch.nn.Module) -> tuple[Callable[..., Any], Callable[[], N
     return compiled(model), step, optimizer.zero_grad
 
 
-def probe(parts: tuple, T: int, text: int) -> dict[str, Any]:
-    """One whole step of a clip of T latent frames: does it fit, its seconds and peaks."""
-    forward, update, forget = parts
+def forget_cache() -> None:
+    """Memory of the allocator that nothing lives in goes back to the device."""
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def probe(parts: tuple, T: int, text: int) -> dict[str, Any]:
+    """One whole step of a clip of T latent frames: does it fit, its seconds and peaks."""
+    forward, update, forget = parts
+    forget_cache()
     kw = stream_step.inputs((T, H, W) if GPU else (T, 4, 6), text)
     torch._dynamo.maybe_mark_dynamic(kw["hidden_states"], 2)
     begun, fits = time.perf_counter(), True
@@ -127,7 +134,7 @@ def search(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """T and its row until the limit stands between two neighbours, or no time is left for the next."""
     end, found, slow = time.monotonic() + seconds, {}, 0.0
-    for T in (first, first, first + 2, first + 2):  # the first of each may compile
+    for T in (first, first + 2):
         found[T] = run(T)
         yield T, found[T]
     while True:
@@ -152,7 +159,10 @@ def main() -> None:
     p.add_argument("--groups", type=int, help="offsets per token; default: one per head, up to 40")
     p.add_argument("--seconds", type=float, default=220, help="no step is begun that would end after them")
     p.add_argument("--cap", type=float, help="GiB that may be filled; default: the whole GPU")
-    p.add_argument("--first", type=int, help="the first T; default: 3 (streamed), 2 (resident)")
+    p.add_argument("--first", type=int, help="the first T; default: 4 (streamed), 2 (resident)")
+    p.add_argument("--ready", type=Path)
+    p.add_argument("--after", default="")
+    p.add_argument("--warm", action="store_true")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
     text = stream_step.WIDTHS[a.width]["text_dim"]
@@ -173,9 +183,18 @@ def main() -> None:
     held = torch.cuda.memory_allocated() / 2**30
     print(f"[{time.monotonic() - begun:.0f} s] {a.system}: {params:.2f} B parameters; {held:.1f} GiB before the first "
           f"step, {status('VmRSS'):.1f} of the host; {capacity:.1f} GiB may be filled", flush=True)
-    left = a.seconds - (time.monotonic() - begun)
-    start = a.first or (3 if a.system.startswith("streamed") else 2)  # the window of sliding attention is 3 frames
-    for T, row in search(lambda T: probe(parts, T, text), start, capacity, left):
+    run = lambda T: probe(parts, T, text)
+    start = a.first or (4 if a.system.startswith("streamed") else 2)  # 3 is a case of its own: the whole of the window
+    for T in (start, start + 2):
+        print(f"[{time.monotonic() - begun:.0f} s] compiled at T = {T}: {run(T)}", flush=True)
+    forget_cache()
+    if a.ready:
+        a.ready.touch()
+    if a.warm:
+        return
+    while not all(Path(f).exists() for f in a.after.split(",") if f) and time.monotonic() - begun < a.seconds:
+        time.sleep(0.05)
+    for T, row in search(run, start, capacity, a.seconds - (time.monotonic() - begun)):
         row = dict(figure="clip", system=a.system, shape=[T, H, W], layers=a.layers, width=a.width,
                    params_b=round(params, 3), tokens=T * H * W, frames=4 * T - 3,
                    cap_gib=a.cap, **row)
