@@ -16,7 +16,7 @@ import report_plots as plots
 from _results import ROOT
 from report_dsa import dsa, dsa_step
 from report_papers import papers
-from report_parts import Results, Section, number, table
+from report_parts import Results, Section, both, number, table
 from report_readme import put
 
 DOCS = ROOT.parent / "docs"
@@ -32,21 +32,25 @@ def adaln(results: Results) -> Section | None:
     systems = [s for s in (*own, "inductor", "inductor_max_autotune", "inductor_mix_order", "liger", "eager")
                if any(s in r["us"] for _, r in found)]
     size = lambda r: r["shape"][0] * r["shape"][1] * r["shape"][2]
-    lines, rivals = [], []
+    pairs: dict[tuple, dict[str, Row]] = {}
+    rivals = []
     for _, r in sorted(found, key=lambda fr: (fr[1]["kernel"], fr[1]["direction"] != "forward", -size(fr[1]))):
-        us = r["us"]
-        name = f"{r['kernel']} {r['direction']} {' x '.join(map(str, r['shape']))}"
+        us, shape = r["us"], " x ".join(map(str, r["shape"]))
         form = "" if r.get("form") in (None, "wan") else f" ({r['form']})"
-        lines.append([r["kernel"] + form, r["direction"], " x ".join(map(str, r["shape"])),
-                      *(number(us.get(s)) for s in systems), number(r.get("roofline"), 2)])
+        pairs.setdefault((r["kernel"] + form, -size(r), shape), {})[r["direction"]] = r
         best = min((us[s] for s in systems if s in us and s not in own), default=None)
         if best is not None and "graphopt" in us and best <= 1.01 * us["graphopt"]:
-            rivals.append(f"{name} ({number(best)} against {number(us['graphopt'])} us)")
-    text = ("Whole compiled functions, second stage of the backward included; CUDA-graph replays, medians in "
-            "microseconds. The last column is the floor (bytes that must move, over the copy bandwidth measured in "
-            "that run) over graphopt's time. `inductor`: mix-order reduction off, because with it gradients are "
-            "wrong. `graphopt_two_pass`: a separate pass over tiles of columns sums the factors' gradients.\n\n"
-            + table(["kernel", "direction", "B x N x D", *systems, "of copy"], lines))
+            rivals.append(f"{r['kernel']} {r['direction']} {shape} ({number(best)} against "
+                          f"{number(us['graphopt'])} us)")
+    cell = lambda r, s: number(r["us"].get(s)) + ("\\*" if s in r.get("us_commit", {}) else "")
+    lines = [[kernel, shape, *(both(pair, lambda r, s=s: cell(r, s)) for s in systems),
+              both(pair, lambda r: number(r.get("roofline"), 2))] for (kernel, _, shape), pair in sorted(pairs.items())]
+    text = ("Forward / backward: whole compiled functions, second stage of the backward included; CUDA-graph replays, "
+            "medians in microseconds. The last column is the floor (bytes that must move, over the copy bandwidth "
+            "measured in that run) over graphopt's time. `inductor`: mix-order reduction off, because with it "
+            "gradients are wrong. `graphopt_two_pass`: a separate pass over tiles of columns sums the factors' "
+            "gradients. \\*: of an earlier run than graphopt's.\n\n"
+            + table(["kernel", "B x N x D", *systems, "of copy"], lines))
     return Section("Fused norms and gates", sorted({f for f, _ in found}), text,
                    ("adaln", lambda p: plots.adaln([r for _, r in found], p)), rivals)
 
@@ -90,7 +94,7 @@ def step(results: Results) -> Section | None:
         for s in [s for s in order if s in same] + sorted(set(same) - set(order)):
             r = same[s]
             lines.append([k[0], k[1], str(k[2]), k[3], s, number(r.get("forward_ms"), 4), number(r["step_ms"], 4),
-                          number(r["peak_gib"], 4), number(r.get("grad_norm"), 5)])
+                          number(r["peak_gib"], 4), number(r.get("grad_norm"), 5), r.get("commit", "-")[:7]])
         if {"graphopt", "inductor_no_mix_order"} <= set(same):
             ours, theirs = same["graphopt"], same["inductor_no_mix_order"]
             if theirs["step_ms"] <= 1.005 * ours["step_ms"]:
@@ -100,9 +104,9 @@ def step(results: Results) -> Section | None:
                 rivals.append(f"{k[0]} {k[1]}, batch {k[2]}: Inductor's peak is {number(theirs['peak_gib'], 4)} GiB, "
                               f"graphopt's {number(ours['peak_gib'], 4)}")
     text = ("Forward and backward, no optimizer. A gradient norm that is not eager's is a wrong result, not a fast "
-            "one.\n\n"
+            "one. Rows of several commits are of several runs.\n\n"
             + table(["model", "grid", "batch", "layers", "system", "forward, ms", "step, ms", "peak, GiB",
-                     "gradient norm"], lines))
+                     "gradient norm", "commit"], lines))
     return Section("A training step", sorted({f for f, _ in found}), text,
                    ("step", lambda p: plots.step([r for _, r in found], p)), rivals)
 
@@ -129,15 +133,16 @@ def stream(results: Results) -> Section | None:
     if not found:
         return None
     order = lambda r: str(r.get("update") or "-") + (", graphs" if r.get("graphs") else "")
-    lines = [[number(r.get("params_b")), f"{r['tokens']:,}", r["system"], order(r), str(r.get("threads") or "-"),
+    lines = [[number(r.get("params_b")), f"{r['tokens']:,}", r["system"], order(r),
+              *(str(r.get(k) or "-") for k in ("threads", "slots")),
               *(number(r.get(k), 4) for k in ("step_ms", "bound_ms", "resident_ms", "plan_ms")),
               number(r.get("rho"), 2), *(number(r.get(k), 3) for k in ("peak_gib", "plan_peak_gib", "host_gib"))]
              for _, r in sorted(found, key=lambda fr: (fr[1].get("params_b") or 0, fr[1]["tokens"], fr[1]["step_ms"]))]
     text = ("Weights, gradients and AdamW in host memory. The bound follows from rates measured alone in the same run "
             "(docs/streaming.md); resident is the same compiled layers kept on the GPU, without an optimizer; "
             "planned is what `graphopt.stream_plan` said from those rates before.\n\n"
-            + table(["billions", "tokens", "system", "update", "threads", "step, ms", "bound, ms", "resident, ms",
-                     "planned, ms", "bound / step", "GPU peak, GiB", "planned", "host, GiB"], lines))
+            + table(["billions", "tokens", "system", "update", "threads", "slots", "step, ms", "bound, ms",
+                     "resident, ms", "planned, ms", "bound / step", "GPU peak, GiB", "planned", "host, GiB"], lines))
     return Section("Layer streaming", sorted({f for f, _ in found}), text,
                    ("stream", lambda p: plots.stream([r for _, r in found], p)))
 
@@ -155,7 +160,9 @@ def schedule(results: Results) -> Section | None:
               number(r.get("tokens_per_s"), 4), per_cent(r.get("mape"), 2)]
              for r in sorted((r for _, r in found), key=key)]
     text = ("Simulated: per cent of a plan without any waiting. Measured: mean busy time of the ranks over the wall "
-            "time of the slowest.\n\n"
+            "time of the slowest. Data A: 150 shapes of images and video, 256 to 97,200 tokens; C: capped at 32,760 "
+            "([planning](planning.md)). `simulated with the fit` takes the cost fitted on this GPU, the other "
+            "simulations that of Wan 14B: compare tokens/s within one kind only.\n\n"
             + table(["", "data", "ranks", "policy", "tau", "mode", "%", "CV of steps, %", "tokens/s",
                      "error of prediction, %"], lines))
     return Section("Batch plans", sorted({f for f, _ in found}), text,
@@ -192,6 +199,22 @@ def kernels(results: Results) -> Section | None:
     return Section("Kernels against fp64", sorted(files), text)
 
 
+def policy_order(r: Row) -> tuple:
+    """How rows of plans are sorted."""
+    return r["data"], r["system"], r["ranks"], r["tau"], r["policy"]
+
+
+def predicted(r: Row, rows: list[Row]) -> list[str]:
+    """Cells of a plan that was simulated with a measured fit."""
+    per_cent = lambda value, digits=3: number(100 * value, digits)
+    base = next((x["tokens_per_s"] for x in rows if policy_order(x) == (*policy_order(r)[:-1], "equal_token")), None)
+    return [r["data"], r["system"], str(r["ranks"]), str(r["tau"]), r["policy"], str(r["steps"]),
+            number(r["tokens_per_s"], 4), number(r["tokens_per_step"], 4),
+            "-" if base is None or r["policy"] == "equal_token" else per_cent(r["tokens_per_s"] / base - 1),
+            per_cent(r["zero_bubble_gain"]), per_cent(r["limit_fraction"]), per_cent(r["bubble"], 2),
+            per_cent(r["step_cv"], 2), per_cent(r["load_cv"], 2)]
+
+
 def several(results: Results) -> Section | None:
     """Plans in a training loop on several GPUs: gains, gradients, memory, a rank that dies."""
     steps = [(f, r) for f, r in results.rows("schedule", check="step", mode="measured") if r.get("tokens_per_s")]
@@ -201,7 +224,6 @@ def several(results: Results) -> Section | None:
         return None
     per_cent = lambda value, digits=3: "-" if value is None else number(100 * value, digits)
     span = lambda x: "-" if not x else f"{per_cent(x[0])} to {per_cent(x[1])}"
-    order = lambda x: [str(x[1][k]) for k in ("data", "system", "ranks", "tau", "policy")]
     parts = ["Step times on the device; steps of the policies take turns. Gain: tokens/s over equal_token (a random "
              "bucket per rank), with the 95 % interval over the steps; without waiting: what the simulator gives a "
              "plan in which no rank waits, over the same steps."]
@@ -213,12 +235,21 @@ def several(results: Results) -> Section | None:
               per_cent(r["limit_fraction"]), per_cent(r["bubble"], 2), per_cent(r.get("mape"), 2),
               per_cent(r.get("step_cv"), 2), per_cent(r.get("load_cv"), 2), str(r.get("oom", "-")),
               str(r.get("graphs", "-"))]
-             for _, r in sorted(steps, key=order)]
+             for _, r in sorted(steps, key=lambda x: policy_order(x[1]))]
     if lines:
         parts.append(table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step",
                             "gain, %", "interval", "without waiting, %", "share of it, %", "busy / wall, %",
                             "waiting, %", "error of prediction, %", "CV of steps, %", "CV of loads, %", "out of memory",
                             "graphs"], lines))
+    told = [r for _, r in results.rows("schedule", check="step", mode="simulated with the fit")]
+    if told:
+        parts += ["**Predicted, not measured**: the same policies on whole plans for these numbers of ranks, "
+                  "simulated with the costs fitted on the machine above and 3 % noise. A step's overhead, "
+                  "communication in it, is that of the fit's number of ranks. Gain: over equal_token; without waiting: "
+                  "the same if no rank ever waited.",
+                  table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step", "gain, %",
+                         "without waiting, %", "busy / wall, %", "waiting, %", "CV of steps, %", "CV of loads, %"],
+                        [predicted(r, told) for r in sorted(told, key=policy_order)])]
     if more["grads"]:
         by = lambda x: [str(x[1].get(k)) for k in ("system", "mode", "data")]
         parts += ["Gradients of ranks that run unequal counts of microbatches, against one process that is wrapped and "
