@@ -2,6 +2,7 @@
 
     python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--functions F1,F2,F1r,...] [--workers 6] [--out FOLDER]
                  [--systems graphopt,graphopt_two_pass,inductor,inductor_max_autotune,inductor_mix_order,liger,eager]
+    python benchmarks/adaln.py --rows 1x4096x3072:F1:graphopt+inductor,...    these rows alone, in this order
     python benchmarks/adaln.py --warm ...                                compile only, so that caches are filled
     python benchmarks/adaln.py --tune [--cases ...] [--seconds 200]      (adaln_tune.py: a table for this GPU)
     python benchmarks/adaln.py --fit | --judge                           (on results that are there: adaln_results.py)
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--functions", help="default: those of the table")
     parser.add_argument("--systems", help="default: those of the table")
+    parser.add_argument("--rows", help="SHAPE:FUNCTION:SYSTEM+SYSTEM,... instead of the three above")
     parser.add_argument("--workers", type=int, default=6, help="processes that compile beside one another")
     parser.add_argument("--warm", action="store_true", help="compile only: fills the compilers' caches")
     parser.add_argument("--tune", action="store_true", help="search this GPU's configurations (adaln_tune.py)")
@@ -248,23 +250,35 @@ def in_table(text: str, code: str, system: str) -> bool:
     return system in ("graphopt", "inductor") or (main and code in ("F1", "F2"))
 
 
-def portions(args: argparse.Namespace) -> Iterator[list[Item]]:
-    """(shape, function, system): what is compiled and held at once, shape after shape."""
-    now: list[Item] = []
-    held = 0.0
+def wanted(args: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
+    """(shape, function, its systems): what the command line asks for."""
+    if args.rows:
+        for row in args.rows.split(","):
+            text, code, systems = row.split(":")
+            yield text, code, systems.split("+")
+        return
     functions = args.functions.split(",") if args.functions else list(FUNCTIONS)
     systems = args.systems.split(",") if args.systems else ["graphopt", "inductor", *RIVALS]
     whole = not (args.functions and args.systems)
     for text in args.shapes.split(","):
         B, N, D = map(int, text.split("x"))
-        x = 2 * B * N * D
         for code in functions:
-            mine = [s for s in systems if (s != "eager" or x < SMALL) and not (whole and not in_table(text, code, s))]
-            if now and held + x * len(mine) > HELD:
-                yield now
-                now, held = [], 0.0
-            now += [(text, code, s) for s in mine]
-            held += x * len(mine)
+            yield text, code, [s for s in systems if (s != "eager" or 2 * B * N * D < SMALL)
+                               and not (whole and not in_table(text, code, s))]
+
+
+def portions(args: argparse.Namespace) -> Iterator[list[Item]]:
+    """(shape, function, system): what is compiled and held at once, one function after the other."""
+    now: list[Item] = []
+    held = 0.0
+    for text, code, systems in wanted(args):
+        B, N, D = map(int, text.split("x"))
+        x = 2 * B * N * D * len(systems)
+        if now and held + x > HELD:
+            yield now
+            now, held = [], 0.0
+        now += [(text, code, s) for s in systems]
+        held += x
     if now:
         yield now
 
