@@ -15,7 +15,6 @@ from typing import Any
 
 from _results import ROOT
 from adaln_results import TOLERANCE, judge
-from adaln_results import steps as sites
 
 # shape -> share of the copy: F1 forward, F2 forward, F1 backward, F2 backward
 SHARES = {
@@ -95,7 +94,7 @@ def stages(rows: list[dict[str, Any]]) -> Iterator[Bar]:
 def decisions(rows: list[dict[str, Any]]) -> Iterator[Bar]:
     """Sites left to Inductor or not, by the cost model that knows a row and by one that does not."""
     for leave_out in (False, True):
-        found = judge(sites(rows), leave_out)
+        found = judge(rows, leave_out)
         name = "each row predicted without itself" if leave_out else "as shipped"
         share = sum(r["loss"] <= TOLERANCE for r in found) / max(1, len(found))
         yield f"right decisions, {name}", share, RIGHT, share >= RIGHT
