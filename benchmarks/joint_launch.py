@@ -4,7 +4,8 @@
 
 The function is what stands before joint attention in FLUX, SD3.5 and HunyuanVideo (`first`: norm and modulate of both
 streams) and behind it (`second`: gate, residual, norm, modulate of both).  `joint` is graphopt with the pass
-joint_launch in both directions (by default it joins forwards), `graphopt` without.  Microseconds, medians of CUDA-graph replays over turns, forward and backward.
+joint_launch in both directions (by default it joins forwards), `graphopt` without.  Microseconds, medians of CUDA-graph
+replays over turns, forward and backward.
 """
 
 from __future__ import annotations
