@@ -119,30 +119,33 @@ SYSTEMS = {"resident": "resident dense", "resident_checkpointed": "resident dens
            "streamed": "streamed dense", "streamed_dsa": "streamed + DSA"}
 
 
+NAMES = {"105b": "a 105 B model's", "14b": "Wan 14B's"}
+
+
 def clips(results: Rows) -> str:
     """The largest clip at 1080p of each system, and the first that ran out of memory; by how much might be filled."""
     found = [r for _, r in results.rows("papers", figure="clip")]
     texts = []
-    for cap in sorted({r.get("cap_gib") for r in found}, key=lambda c: -(c or 1e9)):
+    group = lambda r: (-(r.get("cap_gib") or 1e9), r.get("width", "105b"), r["layers"], r["params_b"])
+    for key in sorted({group(r) for r in found}):
+        cap, width, layers, billions = key
         parts = []
         for system, name in SYSTEMS.items():
-            rows = sorted((r for r in found if r["system"] == system and r.get("cap_gib") == cap),
-                          key=lambda r: r["frames"])
+            rows = sorted((r for r in found if r["system"] == system and group(r) == key), key=lambda r: r["frames"])
             fitting, failed = [r for r in rows if r["fits"]], [r for r in rows if not r["fits"]]
             end = f"{failed[0]['frames']} out of memory" if failed else "its limit was not reached"
             if fitting:
                 r = fitting[-1]
-                seconds = "" if cap else f"{r['step_s']:.1f} s a step, "  # capped, others ran on the GPU beside it
+                # capped, others ran on the GPU beside it
+                seconds = "" if cap > -1e9 else f"{r['step_s']:.1f} s a step, "
                 parts.append(f"{name}: {r['frames']} frames ({r['tokens']:,} tokens, {seconds}"
                              f"{r['peak_gib']:.0f} GiB, host {r['host_gib']:.0f} GiB; {end})")
             elif failed:
                 parts.append(f"{name}: none ({end})")
-        texts.append(("the whole GPU: " if cap is None else f"{cap:.0f} GiB of it: ") + "; ".join(parts))
-    if not texts:
-        return MISSING
-    sizes = sorted({(r["layers"], r["params_b"]) for r in found})
-    layers = " or ".join(f"{n} layers ({b:.1f} B parameters)" for n, b in sizes)
-    return f"{layers} of a 105 B model's width; " + ". ".join(texts)
+        room = f"{-cap:.0f} GiB of the GPU" if cap > -1e9 else "the whole GPU"
+        size = f"{layers} layers of {NAMES[width]} width ({billions:.1f} B parameters)"
+        texts.append(f"{size}, {room}: " + "; ".join(parts))
+    return ". ".join(texts) or MISSING
 
 
 def clip_steps(results: Rows) -> str:
