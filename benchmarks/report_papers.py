@@ -12,7 +12,8 @@ HEAD = """# The papers' figures beside ours
 
 graphopt implements two papers: AdaptiveLoad (mixed data, fused norms) and MegaSlide-DiT (layer streaming, 3D
 deformable sliding attention). Neither released its kernels, models or data, so a row compares a published figure with
-what the same idea gives here, on our machine, at the size named. Made by `python benchmarks/report.py`.
+what the same idea gives here, on our machine, at the size named. Made by `python benchmarks/report.py` from the files
+of `benchmarks/results` named in the last column.
 """
 
 
@@ -21,6 +22,20 @@ class Rows(Protocol):
 
     def rows(self, name: str, **where: object) -> Iterator[tuple[str, Row]]:
         """Rows of a benchmark, with their file."""
+
+
+class Recorded:
+    """Rows of `results`, and the files of those that were taken."""
+
+    def __init__(self, results: Rows) -> None:
+        self.results = results
+        self.files: set[str] = set()
+
+    def rows(self, name: str, **where: object) -> Iterator[tuple[str, Row]]:
+        """As `results` gives them."""
+        for file, row in self.results.rows(name, **where):
+            self.files.add(file)
+            yield file, row
 
 
 def first(results: Rows, name: str, **where: object) -> Row | None:
@@ -253,8 +268,12 @@ def papers(results: Rows) -> str:
     parts = [HEAD]
     for paper, rows in TABLES.items():
         parts.append(f"## {paper}\n")
-        parts.append("| figure | paper | here |\n| --- | --- | --- |")
-        parts += [f"| {name} | {published} | {cell(name, ours(results))} |" for name, published, ours in rows]
+        parts.append("| figure | paper | here | from |\n| --- | --- | --- | --- |")
+        for name, published, ours in rows:
+            taken = Recorded(results)
+            text = cell(name, ours(taken))
+            files = "" if text.startswith(MISSING) else ", ".join(f"`{f}`" for f in sorted(taken.files))
+            parts.append(f"| {name} | {published} | {text} | {files} |")
         parts.append("")
     if any(MISSING in part for part in parts):
         parts.append("A row without a figure has not run on a GPU yet; the command that measures it stands there.\n")
