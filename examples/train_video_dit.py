@@ -3,7 +3,6 @@
     python examples/train_video_dit.py --out run --make-data 64               # tiny, on a CPU or one GPU
     torchrun --nproc-per-node 2 examples/train_video_dit.py --out run --data DIR --size 1.3b      # FSDP2
     accelerate launch examples/train_video_dit.py --out run --data DIR        # wrapped by accelerate's prepare
-
 DIR: manifest.parquet (columns frames, height, width in pixels, file), safetensors files with `latent` [C, T, H, W] and
 `text` [L, D].  OUT gets metrics.jsonl, tensorboard/, checkpoints/ (for --resume) and transformer/ (as diffusers reads).
 """
@@ -64,9 +63,8 @@ def make_data(folder: Path, rows: int, size: str) -> None:
 def build(o: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     """The model with its options, compiled in place (parameters keep diffusers' names), not yet wrapped."""
     torch.manual_seed(o.seed)
-    found = WanTransformer3DModel.from_pretrained(o.pretrained, subfolder="transformer") if o.pretrained else None
-    layers = {"num_layers": o.layers} if o.layers else {}
-    model = (found or WanTransformer3DModel(**SIZES[o.size] | layers)).train()
+    found = o.pretrained and WanTransformer3DModel.from_pretrained(o.pretrained, subfolder="transformer").train()
+    model = found or WanTransformer3DModel(**SIZES[o.size] | ({"num_layers": o.layers} if o.layers else {}))
     if o.lora:
         from peft import LoraConfig
         model.requires_grad_(False)
@@ -77,7 +75,8 @@ def build(o: argparse.Namespace, device: torch.device) -> torch.nn.Module:
         model.enable_gradient_checkpointing()
     model = graphopt.stream(model.bfloat16() if o.bf16 else model, device=device) if o.stream else model.to(device)
     if o.backend != "eager":
-        ours = {"graphopt.compiler": o.compiler, "graphopt.select": "profitable" if device.type == "cuda" else "all"}
+        ours = {"graphopt.compiler": o.compiler, "graphopt.select": "profitable" if device.type == "cuda" else "all",
+                "graphopt.regions": "auto" if o.regions else "off"}
         model.compile(backend=o.backend, dynamic=True, options=ours if o.backend == "graphopt" else None)
     return model
 
@@ -117,6 +116,7 @@ def arguments() -> argparse.Namespace:
     add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     add("--backend", choices=["graphopt", "inductor", "eager"], default="graphopt")
     add("--compiler", choices=["inductor", "aot_eager", "eager"], default="inductor")
+    add("--regions", action="store_true", help="compile one of N equal layers, for all of them: minutes less of many")
     add("--lora", type=int, metavar="RANK", help="train adapters only")
     add("--dsa", type=int, nargs=3, metavar=("T", "H", "W"), help="window of deformable sliding attention")
     add("--stream", action="store_true", help="weights and AdamW in host memory, one process")

@@ -68,6 +68,7 @@ def test_one_process_leaves_what_diffusers_reads(data: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [COMPILED, pytest.param(("--compiler", "inductor"), marks=pytest.mark.nightly),
+                                     ("--compiler", "eager", "--regions"),
                                      pytest.param(("--compiler", "aot_eager", "--checkpointing"), marks=pytest.mark.nightly)])
 def test_compiled_by_graphopt_it_learns_the_same(data: Path, common, tmp_path: Path, options) -> None:
     job = finished(tmp_path, *common, *options)
