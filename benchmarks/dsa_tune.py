@@ -2,7 +2,7 @@
 
     python benchmarks/dsa_tune.py                            the size of the bar: 21 x 45 x 80 tokens, 1,536 channels
     python benchmarks/dsa_tune.py --grid 3 6 8 --once        compile only
-    python benchmarks/dsa_tune.py --only tiles whole         parts: tiles (tensor cores), walks (fmas), whole
+    python benchmarks/dsa_tune.py --only diagonals whole     parts: diagonals, tiles (tensor cores), walks (fmas), whole
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ import _results
 import _timing
 
 from graphopt.codegen.dsa import head, head_launch, head_tiles
-from graphopt.codegen.dsa.head_launch import Product, Walk
+from graphopt.codegen.dsa.head_launch import Diagonal, Product, Walk
 
 WHOLE = 1 << 20
 FORWARDS = [Walk((2, 4), (1, 4), WHOLE), Walk((2, 4), (2, 2), WHOLE)]
 BACKWARDS = [Walk((1, 4), (2, 2), 96), Walk((1, 5), (2, 2), 96)]
 SLOPES = [Product(64, 64, 4, 2, 44), Product(64, 64, 4, 3, 44)]
-LINEARS = [Product(64, 64, 4, 4), Product(64, 128, 4, 3)]
+LINEARS = [Product(64, 64, 4, 4), Product(64, 128, 4, 3), Product(32, 128, 4, 3), Product(32, 128, 2, 3), Product(32, 256, 4, 2),
+           Product(64, 64, 4, 6), Product(64, 256, 8, 2)]
 TILE_SLOPES = [33, 66, 99, 198]  # programs over the rows
+# rows of a strip, warps, and programs of a weight gradient
+DIAGONALS = {
+    "head_convolve": [(2, 4), (2, 2), (2, 8), (1, 4), (1, 8)],
+    "head_backward_input": [(2, 4), (2, 2), (2, 8), (1, 4)],
+    "head_weight": [(2, 4, 11), (2, 4, 22), (2, 2, 11), (2, 8, 11), (2, 4, 44)]}
 Case = tuple[str, str, Callable[[], object]]
 
 
@@ -60,7 +66,6 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
     for warps in (4, 16):
         yield "tiles", f"convolution, {warps} warps", cut("WORDS", warps, convolution, head_tiles)
     yield "tiles", "backward, fused, 4 warps", cut("WORDS", 4, fused, head_tiles)
-    yield "tiles", "linear", lambda: L.linear(u, matrix, last, y, "tiles")
     for n in TILE_SLOPES:
         slope = lambda: L.slope(u, low["tiles"][0], matrix, du, "tiles")
         yield "tiles", f"slope, {n} programs", cut(
@@ -72,16 +77,29 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
     gradient = lambda: L.tile("head_weight", (du, x, parts[1]), x, grid)
     yield "tiles", "weight gradient alone", gradient
     yield "tiles", "weight gradient alone, 128 registers", cut("REGISTERS", {"head_weight": 128}, gradient)
+    for kernel, cuts in DIAGONALS.items():
+        for values in cuts:
+            d = Diagonal(*values)
+            sums = torch.empty((d.weight(*grid[1:])[0], C, 27), device="cuda")
+            tensors = {"head_convolve": (x, weight, bias, u), "head_backward_input": (du, weight, dx),
+                       "head_weight": (du, x, sums)}[kernel]
+            launch = lambda kernel=kernel, tensors=tensors: L.diagonal(kernel, tensors, x, grid)
+            chosen = cut("DIAGONAL", {kernel: d}, launch)
+            yield "diagonals", f"{kernel} {d}", chosen
+            if values[:2] in ((1, 4), (2, 4)):
+                yield "diagonals", f"{kernel} {d}, 2 planes ahead", cut("AHEAD", 2, chosen)
     for w in FORWARDS:
         yield "walks", f"convolution {w}", cut("FORWARD", w, lambda: L.convolve(x, weight, bias, u, grid, "walks"))
     for w in BACKWARDS:
         yield "walks", f"backward {w}", cut("BACKWARD", w, lambda: L.transposed(x, du, weight, dx, grid, "walks"))
     for p in SLOPES:
         yield "walks", f"slope {p}", cut("SLOPE", p, lambda: L.slope(u, low["walks"][0], matrix, du, "walks"))
+    for n in (0, 1, 2, 4):
+        yield "diagonals", f"slope, {n} steps ahead", cut("AHEAD", n, lambda: L.slope(u, low["tiles"][0], matrix, du, "tiles"))
     for p in LINEARS:
-        yield "walks", f"linear {p}", cut("LINEAR", p, lambda: L.linear(u, matrix, last, y, "walks"))
+        yield "diagonals", f"linear {p}", cut("LINEAR", p, lambda: L.linear(u, matrix, last, y, "walks"))
     kept = head.triton_forward(x, *rest, *grid)[1]
-    for kind in ("walks", "tiles"):
+    for kind in ("walks", "tiles", "diagonals"):
         forward = lambda: head.triton_forward(x, *rest, *grid)
         backward = lambda: head.triton_backward(dy, x, kept, *rest[:3], *grid)
         yield "whole", f"forward, convolutions by {kind}", cut("CONVOLUTIONS", kind, forward)
@@ -97,7 +115,7 @@ def main() -> None:
     parser.add_argument("--grid", type=int, nargs=3, default=[21, 45, 80])
     parser.add_argument("--channels", type=int, default=1536)
     parser.add_argument("--out", type=int, default=36)
-    parser.add_argument("--only", nargs="*", default=["tiles", "walks", "whole"])
+    parser.add_argument("--only", nargs="*", default=["diagonals", "tiles", "walks", "whole"])
     parser.add_argument("--folder", type=Path, default=None, help="where dsa_tune.json goes")
     parser.add_argument("--once", action="store_true")
     args = parser.parse_args()

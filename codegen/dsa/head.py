@@ -30,7 +30,7 @@ MAX_OUT = 128
 def source_hash() -> str:
     """Twelve hex digits over this file and the kernels."""
     folder = Path(__file__).parent
-    names = ("head.py", "head_launch.py", "head_emit.py", "head_tiles.py", "head_products.py", "head_kernels.py",
+    names = ("head.py", "head_launch.py", "head_emit.py", "head_diagonals.py", "head_tiles.py", "head_products.py", "head_kernels.py",
              "head_mma_kernels.py", "device.py")
     text = b"".join((folder / name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]

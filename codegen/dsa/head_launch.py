@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphopt.codegen import store
-from graphopt.codegen.dsa import head_emit, head_products, head_tiles
+from graphopt.codegen.dsa import head_diagonals, head_emit, head_products, head_tiles
 
 log = logging.getLogger(__name__)
 Grid = tuple[int, int, int]
@@ -58,15 +58,37 @@ class Product:
         return -(-blocks // steps), steps
 
 
+@dataclass(frozen=True)
+class Diagonal:
+    """How a convolution by diagonals is cut."""
+
+    rows: int  # tokens along h of a strip
+    warps: int  # strips side by side in h of a program, or blocks of channels of a weight gradient's program
+    programs: int = 1  # of a weight gradient: a plane is spread over at most this many
+
+    def convolve(self, H: int, W: int, C: int) -> tuple[int, int]:
+        """(programs over channels, programs over a plane)."""
+        strips = -(-H // (self.rows * self.warps)) * W
+        return -(-C // head_diagonals.CHANNELS), -(-strips // head_diagonals.STRIPS)
+
+    def weight(self, H: int, W: int) -> tuple[int, int]:
+        """(programs over a plane, tiles of each)."""
+        tiles = -(-H // 4) * -(-W // (2 * head_diagonals.COLUMNS))
+        steps = -(-tiles // self.programs)
+        return -(-tiles // steps), steps
+
+
 FORWARD = Walk((2, 4), (1, 4), 1 << 20)
 BACKWARD = Walk((1, 4), (2, 2), 96)
 LINEAR = Product(64, 64, 4, 4)
 SLOPE = Product(64, 64, 4, 3, 44)
-TILE_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 66)
+TILE_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 33)
 NARROW = Product(64, 64, 4, 1, 264)
 WARPS = head_products.WARPS
 # of a head whose linear layer runs in tiles; the tiles' forward took 0.252 ms on an H200 where the walks take 0.236
 CONVOLUTIONS = "walks"
+AHEAD = 0  # planes, or steps, that are called into L2 before they are loaded
+DIAGONAL = {"head_convolve": Diagonal(2, 4), "head_backward_input": Diagonal(2, 4), "head_weight": Diagonal(2, 4, 11)}
 CHANNELS_AT_ONCE = 2 * head_tiles.WORDS
 REGISTERS: dict[str, int] = {}  # of a thread, by kernel, where the compiler's choice is not taken
 FUSED = True  # the transposed convolution and the weight gradient in one kernel
@@ -103,8 +125,11 @@ def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device, convoluti
         x = torch.empty((1, 1, C), dtype=dtype, device=device)
         words = torch.empty((C, 27), dtype=torch.float32, device=device)
         launches = [
-            (_products("head_linear", out), [x, x, words, words, 1, *_product_options(x)], {"num_warps": WARPS}),
-            (_products("head_slope", out), [x, x, x, x, words, 1, 1, *_product_options(x)], {"num_warps": WARPS})]
+            (_products("head_slope", out), [x, x, x, x, words, 1, 1, *_product_options(x), AHEAD], {"num_warps": WARPS})]
+        if convolutions == "diagonals":
+            launches += [(_diagonals(name, DIAGONAL[name].rows), *_diagonal_arguments(name, tensors, x, (1, 1, 1), more))
+                         for name, tensors, more in (("head_convolve", (x, words, words, x), []), (
+                             "head_backward_input", (x, words, x), []), ("head_weight", (x, x, words), [1]))]
         if convolutions == "tiles":
             launches += [(_tiles(name), *_tile_arguments(name, tensors, x, (1, 1, 1))) for name, tensors in (
                 ("head_convolve", (x, words, words, x)), ("head_backward", (x, x, words, x, words)))]
@@ -121,6 +146,11 @@ def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device, convoluti
 @cache
 def _walks(name: str, strip: head_emit.Strip) -> Any:
     return getattr(store.load(name, head_emit.module(name, strip)), name)
+
+
+@cache
+def _diagonals(name: str, rows: int) -> Any:
+    return getattr(store.load(name, head_diagonals.module(name, rows)), name)
 
 
 @cache
@@ -163,6 +193,25 @@ def blocks_across(H: int, W: int) -> tuple[int, int, int]:
     return bw, across, programs
 
 
+def _diagonal_arguments(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid,
+                        steps: list[int]) -> tuple[list[Any], dict[str, Any]]:
+    return [*tensors, *grid, *steps, x.stride(0) // 2, x.stride(1) // 2, x.shape[-1], DIAGONAL[kernel].warps,
+            x.dtype == torch.float16, uses_ptx(), AHEAD], {"num_warps": DIAGONAL[kernel].warps, "num_stages": 1}
+
+
+def diagonal(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:
+    """Launch a convolution or a weight gradient by diagonals; it reads x in words of two channels."""
+    B, _, C = x.shape
+    cut = DIAGONAL[kernel]
+    if kernel == "head_weight":
+        programs, steps = cut.weight(*grid[1:])
+        where, more = (-(-C // (16 * cut.warps)), programs, B), [steps]
+    else:
+        where, more = (*cut.convolve(*grid[1:], C), B), []
+    arguments, options = _diagonal_arguments(kernel, tensors, x, grid, more)
+    _diagonals(kernel, cut.rows)[where](*arguments, **options)
+
+
 def _tile_arguments(kernel: str, tensors: tuple[Tensor, ...], x: Tensor,
                     grid: Grid) -> tuple[list[Any], dict[str, Any]]:
     bw, across, _ = blocks_across(*grid[1:])
@@ -182,7 +231,9 @@ def tile(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> Non
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, engine: str) -> None:
     """u = the depthwise convolution of x."""
-    if engine == "tiles" == CONVOLUTIONS:
+    if engine == "tiles" and CONVOLUTIONS == "diagonals":
+        diagonal("head_convolve", (x, weight.contiguous(), bias.contiguous(), u), x, grid)
+    elif engine == "tiles" == CONVOLUTIONS:
         tile("head_convolve", (x, weight.contiguous(), bias.contiguous(), u), x, grid)
     else:
         even_odd = bias.float().view(-1, 2).T.contiguous()
@@ -192,6 +243,11 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, eng
 def transposed(x: Tensor, du: Tensor, weight: Tensor, dx: Tensor, grid: Grid, engine: str) -> Tensor:
     """dx = the transposed convolution of du; the weight gradient in parts [n, C, 27]."""
     B, _, C = x.shape
+    if engine == "tiles" and CONVOLUTIONS == "diagonals":
+        parts = torch.empty((B * DIAGONAL["head_weight"].weight(*grid[1:])[0], C, 27), dtype=torch.float32, device=x.device)
+        diagonal("head_backward_input", (du, weight.contiguous(), dx), du, grid)
+        diagonal("head_weight", (du, x, parts), x, grid)
+        return parts
     fast = engine == "tiles" == CONVOLUTIONS
     n = blocks_across(*grid[1:])[2] if fast else BACKWARD.launch(*grid[1:], C)[0]
     parts = torch.empty((B * n, C, 27), dtype=torch.float32, device=x.device)
@@ -214,10 +270,6 @@ def linear(u: Tensor, matrix: Tensor, bias: Tensor, y: Tensor, engine: str) -> N
     """y [.., out] = gelu(u) @ matrix^T + bias; matrix [out, C] has u's dtype."""
     C, out = u.shape[-1], matrix.shape[0]
     rows = u.numel() // C
-    if engine == "tiles":
-        programs = -(-rows // (16 * WARPS))
-        _products("head_linear", out)[(programs,)](u, matrix, bias, y, rows, *_product_options(u), num_warps=WARPS)
-        return
     from graphopt.codegen.dsa import head_kernels
 
     head_kernels.head_linear[(-(-rows // LINEAR.rows),)](
@@ -252,7 +304,7 @@ def slope(u: Tensor, low: Tensor, matrix: Tensor, du: Tensor, engine: str) -> Te
     grid = (programs, -(-C // cut.channels))
     if engine == "tiles":
         _products("head_slope", out)[grid](
-            u, low, matrix, du, parts, rows, steps, *_product_options(u), num_warps=WARPS)
+            u, low, matrix, du, parts, rows, steps, *_product_options(u), AHEAD, num_warps=WARPS)
     else:
         head_kernels.head_slope[grid](
             u, low, matrix, du, parts, rows, steps, C, out, padded(out), cut.rows, cut.channels, cut.stages,

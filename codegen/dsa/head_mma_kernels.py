@@ -116,6 +116,75 @@ def from_thread(x, MASK: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def scaled_pair(word, by, HALF: tl.constexpr, PTX: tl.constexpr):
+    # two 16-bit values times two: a select that the fma units do
+    if PTX:
+        if HALF:
+            return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [word, by], dtype=tl.int32,
+                                             is_pure=True, pack=1)
+        else:
+            return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [word, by], dtype=tl.int32,
+                                             is_pure=True, pack=1)
+    else:
+        return tl.where(by == 0, 0, word)
+
+
+@triton.jit
+def load_four(at, inside, BIT: tl.constexpr, PTX: tl.constexpr):
+    # four words from where each thread points, 16 bytes at once; zeros where BIT is not in `inside`
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; and.b32 t, $5, $6; setp.ne.s32 p, t, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
+            "mov.b32 $2, 0; mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }", "=&r,=&r,=&r,=&r,l,r,n",
+            [at.to(tl.int64), inside, BIT], dtype=(tl.int32,) * 4, is_pure=True, pack=1)
+    else:
+        inside = (inside & BIT) != 0
+        return (tl.load(at, mask=inside, other=0), tl.load(at + 1, mask=inside, other=0),
+                tl.load(at + 2, mask=inside, other=0), tl.load(at + 3, mask=inside, other=0))
+
+
+@triton.jit
+def store_four(at, a, b, c, d, inside, BIT: tl.constexpr, PTX: tl.constexpr):
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; and.b32 t, $6, $7; setp.ne.s32 p, t, 0; "
+            "@p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
+            "=r,l,r,r,r,r,r,n", [at.to(tl.int64), a, b, c, d, inside, BIT], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        inside = (inside & BIT) != 0
+        tl.store(at, a, mask=inside)
+        tl.store(at + 1, b, mask=inside)
+        tl.store(at + 2, c, mask=inside)
+        tl.store(at + 3, d, mask=inside)
+
+
+@triton.jit
+def prefetch(at, inside, PTX: tl.constexpr):
+    # into L2, where `inside` is not 0
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [at.to(tl.int64), inside], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def swap_words(x, MASK: tl.constexpr, PTX: tl.constexpr):
+    # the word of the thread whose number differs in the bits of MASK, at most 3
+    if MASK == 0:
+        return x
+    elif PTX:
+        return tl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,n", [x, MASK],
+                                         dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        y = x.to(tl.float32, bitcast=True)
+        if MASK % 2 == 1:
+            y = from_thread(y, 1, PTX)
+        if MASK >= 2:
+            y = from_thread(y, 2, PTX)
+        return y.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def sum_of_two(a, b, thread, MASK: tl.constexpr, PTX: tl.constexpr):
     # each pair of threads adds its a in the one and its b in the other
     upper = (thread & MASK) != 0

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from graphopt.codegen.dsa.head_kernels import gelu, gelu_slope, pack_channels, unpack_channels
-from graphopt.codegen.dsa.head_mma_kernels import multiply_16, sum_of_two, transpose
+from graphopt.codegen.dsa.head_mma_kernels import multiply_16, prefetch, sum_of_two, transpose
 
 '''
 THREAD = '''    WORDS: tl.constexpr = C // 2
@@ -103,7 +103,7 @@ def slope_source(out: int) -> str:
     S = steps_of(out)
     text = '''@triton.jit(do_not_specialize=["rows", "steps"])
 def head_slope(U, DY, WEIGHT, DU, SUMS, rows, steps, C: tl.constexpr, NW: tl.constexpr, HALF: tl.constexpr,
-               PTX: tl.constexpr):
+               PTX: tl.constexpr, AHEAD: tl.constexpr):
 ''' + THREAD + f'''    OUT: tl.constexpr = {out}
     base = (tl.program_id(1) * NW + thread // 32) * 16
     word = base + pair * 4
@@ -135,7 +135,11 @@ def head_slope(U, DY, WEIGHT, DU, SUMS, rows, steps, C: tl.constexpr, NW: tl.con
         body += [f"token = start + {8 * half} + row",
                  f"du{half} = DU + token.to(tl.int64)[:, None] * WORDS + word[:, None] + four",
                  f"keep{half} = (token < rows)[:, None] & in_c"]
-    body += ["start = start + 16", *load]
+    body += ["start = start + 16", *load, "if AHEAD > 0:"]
+    for half in range(2):  # 64 bytes of a token
+        body += [f"    later = start + AHEAD * 16 + {8 * half} + row",
+                 "    prefetch(U + later.to(tl.int64) * WORDS + word, "
+                 "tl.where((later < rows) & (word < WORDS) & (step + AHEAD + 1 < steps), 1, 0), PTX)"]
     for j in range(4):
         to = ", ".join(f"c{j}_{i}" for i in range(4))
         for s in range(S):

@@ -44,7 +44,9 @@ def test_gradcheck_and_opcheck() -> None:
     ("walks, several tiles", (2, 3, 3), 20, 6, torch.float16), ("walks", (1, 2, 5), 70, 3, torch.bfloat16),
     ("walks", (2, 2, 5), 8, 3, torch.float16), ("tiles", (2, 2, 3), 16, 6, torch.float16),
     ("tiles, two kernels", (2, 1, 7), 16, 6, torch.float16), ("tiles", (1, 1, 7), 48, 20, torch.float16),
-    ("tiles", (2, 3, 5), 16, 3, torch.bfloat16),
+    ("tiles", (2, 3, 5), 16, 3, torch.bfloat16), ("tiles, diagonals", (2, 2, 3), 16, 6, torch.float16),
+    pytest.param("tiles, diagonals", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("tiles, diagonals", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
     pytest.param("tiles", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
     pytest.param("tiles", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
     pytest.param("tiles, two kernels", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
@@ -55,7 +57,8 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
         monkeypatch.setattr(head_launch, "BACKWARD", head_launch.Walk((1, 2), (1, 2), 2))
         monkeypatch.setattr(head_launch, "FORWARD", head_launch.Walk((1, 2), (2, 1), 1))
     monkeypatch.setattr(head_launch, "FUSED", "two" not in engine)
-    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "walks" if "walks" in engine else "tiles")
+    monkeypatch.setattr(head_launch, "CONVOLUTIONS", next(
+        (n for n in ("walks", "diagonals") if n in engine), "tiles"))
     if not engine.startswith("tiles"):
         monkeypatch.setattr(head_launch, "engine_of", lambda *_a: "walks")
     else:
@@ -81,12 +84,14 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("engine", ["tiles", "diagonals"])
 @pytest.mark.parametrize(("grid", "dtype"), [
     ((2, 4, 14), torch.float16), ((2, 4, 14), torch.bfloat16), ((1, 33, 3), torch.float16),
-    pytest.param((3, 2, 97), torch.float16, marks=pytest.mark.gpu)])
-def test_convolutions_on_tensor_cores(grid, dtype, device, monkeypatch) -> None:
+    pytest.param((3, 2, 97), torch.float16, marks=pytest.mark.gpu),
+    pytest.param((4, 21, 33), torch.bfloat16, marks=pytest.mark.gpu)])
+def test_convolutions_on_tensor_cores(grid, dtype, engine, device, monkeypatch) -> None:
     """Every token of odd grids, and a weight gradient whose only roundings are the inputs'."""
-    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "tiles")
+    monkeypatch.setattr(head_launch, "CONVOLUTIONS", engine)
     x, weight, bias, *_ = sample(grid, 16, 3, B=1, dtype=dtype, device=device)
     u, du = torch.full_like(x, float("nan")), torch.randn_like(x)
     dx = torch.full_like(x, float("nan"))
