@@ -120,11 +120,13 @@ def scaled_pair(word, by, HALF: tl.constexpr, PTX: tl.constexpr):
     # two 16-bit values times two: a select that the fma units do
     if PTX:
         if HALF:
-            return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [word, by], dtype=tl.int32,
+            return tl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [word, by], dtype=tl.int32,
                                              is_pure=True, pack=1)
         else:
-            return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [word, by], dtype=tl.int32,
-                                             is_pure=True, pack=1)
+            # sm80 has no product of two alone; a negative zero changes nothing
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }", "=r,r,r", [word, by],
+                dtype=tl.int32, is_pure=True, pack=1)
     else:
         return tl.where(by == 0, 0, word)
 
