@@ -54,9 +54,10 @@ def heads() -> None:
         x, weight, bias = make(2, math.prod(grid), C), make(C, 1, 3, 3, 3), make(C)
         matrix, last = make(out, C), make(out)
         ways = [("walks", 96, True), ("walks", 2, True)]
-        ways += [("tiles", 96, True), ("tiles", 2, False)] if C % 16 == 0 else []
+        ways += [("tiles", 96, True), ("tiles", 2, False), ("diagonals", 96, True)] if C % 16 == 0 else []
         for engine, programs, head_launch.FUSED in ways:
-            head_launch.engine_of, head_launch.CONVOLUTIONS = lambda *_a, engine=engine: engine, engine
+            head_launch.engine_of = lambda *_a, engine=engine: "walks" if engine == "walks" else "tiles"
+            head_launch.CONVOLUTIONS = engine
             head_launch.BACKWARD = replace(head_launch.BACKWARD, programs=programs)
             head_launch.TILE_SLOPE = replace(head_launch.TILE_SLOPE, programs=programs)
             y, u = head.triton_forward(x, weight, bias, matrix, last, *grid)
