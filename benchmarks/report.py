@@ -115,15 +115,16 @@ def stream(results: Results) -> Section | None:
     if not found:
         return None
     order = lambda r: str(r.get("update") or "-") + (", graphs" if r.get("graphs") else "")
-    lines = [[number(r.get("params_b")), f"{r['tokens']:,}", r["system"], order(r), str(r.get("threads") or "-"),
+    lines = [[number(r.get("params_b")), f"{r['tokens']:,}", r["system"], order(r),
+              *(str(r.get(k) or "-") for k in ("threads", "slots")),
               *(number(r.get(k), 4) for k in ("step_ms", "bound_ms", "resident_ms", "plan_ms")),
               number(r.get("rho"), 2), *(number(r.get(k), 3) for k in ("peak_gib", "plan_peak_gib", "host_gib"))]
              for _, r in sorted(found, key=lambda fr: (fr[1].get("params_b") or 0, fr[1]["tokens"], fr[1]["step_ms"]))]
     text = ("Weights, gradients and AdamW in host memory. The bound follows from rates measured alone in the same run "
             "(docs/streaming.md); resident is the same compiled layers kept on the GPU, without an optimizer; "
             "planned is what `graphopt.stream_plan` said from those rates before.\n\n"
-            + table(["billions", "tokens", "system", "update", "threads", "step, ms", "bound, ms", "resident, ms",
-                     "planned, ms", "bound / step", "GPU peak, GiB", "planned", "host, GiB"], lines))
+            + table(["billions", "tokens", "system", "update", "threads", "slots", "step, ms", "bound, ms",
+                     "resident, ms", "planned, ms", "bound / step", "GPU peak, GiB", "planned", "host, GiB"], lines))
     return Section("Layer streaming", sorted({f for f, _ in found}), text,
                    ("stream", lambda p: plots.stream([r for _, r in found], p)))
 
@@ -178,6 +179,22 @@ def kernels(results: Results) -> Section | None:
     return Section("Kernels against fp64", sorted(files), text)
 
 
+def policy_order(r: Row) -> tuple:
+    """How rows of plans are sorted."""
+    return r["data"], r["system"], r["ranks"], r["tau"], r["policy"]
+
+
+def predicted(r: Row, rows: list[Row]) -> list[str]:
+    """Cells of a plan that was simulated with a measured fit."""
+    per_cent = lambda value, digits=3: number(100 * value, digits)
+    base = next((x["tokens_per_s"] for x in rows if policy_order(x) == (*policy_order(r)[:-1], "equal_token")), None)
+    return [r["data"], r["system"], str(r["ranks"]), str(r["tau"]), r["policy"], str(r["steps"]),
+            number(r["tokens_per_s"], 4), number(r["tokens_per_step"], 4),
+            "-" if base is None or r["policy"] == "equal_token" else per_cent(r["tokens_per_s"] / base - 1),
+            per_cent(r["zero_bubble_gain"]), per_cent(r["limit_fraction"]), per_cent(r["bubble"], 2),
+            per_cent(r["step_cv"], 2), per_cent(r["load_cv"], 2)]
+
+
 def several(results: Results) -> Section | None:
     """Plans in a training loop on several GPUs: gains, gradients, memory, a rank that dies."""
     steps = [(f, r) for f, r in results.rows("schedule", check="step", mode="measured") if r.get("tokens_per_s")]
@@ -187,7 +204,6 @@ def several(results: Results) -> Section | None:
         return None
     per_cent = lambda value, digits=3: "-" if value is None else number(100 * value, digits)
     span = lambda x: "-" if not x else f"{per_cent(x[0])} to {per_cent(x[1])}"
-    order = lambda x: [str(x[1][k]) for k in ("data", "system", "ranks", "tau", "policy")]
     parts = ["Step times on the device; steps of the policies take turns. Gain: tokens/s over equal_token (a random "
              "bucket per rank), with the 95 % interval over the steps; without waiting: what the simulator gives a "
              "plan in which no rank waits, over the same steps."]
@@ -199,12 +215,21 @@ def several(results: Results) -> Section | None:
               per_cent(r["limit_fraction"]), per_cent(r["bubble"], 2), per_cent(r.get("mape"), 2),
               per_cent(r.get("step_cv"), 2), per_cent(r.get("load_cv"), 2), str(r.get("oom", "-")),
               str(r.get("graphs", "-"))]
-             for _, r in sorted(steps, key=order)]
+             for _, r in sorted(steps, key=lambda x: policy_order(x[1]))]
     if lines:
         parts.append(table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step",
                             "gain, %", "interval", "without waiting, %", "share of it, %", "busy / wall, %",
                             "waiting, %", "error of prediction, %", "CV of steps, %", "CV of loads, %", "out of memory",
                             "graphs"], lines))
+    told = [r for _, r in results.rows("schedule", check="step", mode="simulated with the fit")]
+    if told:
+        parts += ["**Predicted, not measured**: the same policies on whole plans for these numbers of ranks, "
+                  "simulated with the costs fitted on the machine above and 3 % noise. A step's overhead, "
+                  "communication in it, is that of the fit's number of ranks. Gain: over equal_token; without waiting: "
+                  "the same if no rank ever waited.",
+                  table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step", "gain, %",
+                         "without waiting, %", "busy / wall, %", "waiting, %", "CV of steps, %", "CV of loads, %"],
+                        [predicted(r, told) for r in sorted(told, key=policy_order)])]
     if more["grads"]:
         by = lambda x: [str(x[1].get(k)) for k in ("system", "mode", "data")]
         parts += ["Gradients of ranks that run unequal counts of microbatches, against one process that is wrapped and "

@@ -216,6 +216,16 @@ def simulate_only(o: argparse.Namespace) -> None:
         write_json(path, {**json.loads(path.read_text()), **head})
 
 
+def wait_for(files: list[Path], seconds: float) -> None:
+    """Return when all files are there.  SystemExit after `seconds`: whoever makes the missing ones has died."""
+    end = time.monotonic() + seconds
+    while missing := [str(f) for f in files if not f.exists()]:
+        if time.monotonic() > end:
+            raise SystemExit(f"--after: {', '.join(missing)} not there after {seconds:.0f} s: the job that makes it "
+                             "has ended without; run this one alone, without --after")
+        time.sleep(0.2)
+
+
 def numbers(kind: type) -> Callable[[str], list]:
     """A parser of lists."""
     return lambda text: [kind(x) for x in text.split(",")]
@@ -248,6 +258,7 @@ def main() -> None:
     p.add_argument("--compile-only", action="store_true", help="compile what a run needs, and stop")
     p.add_argument("--compiled", type=Path, help="file to make when everything is compiled")
     p.add_argument("--after", default="", help="files (a,b) to wait for before measuring: other jobs of this machine")
+    p.add_argument("--after-seconds", type=float, default=600, help="how long: then it is an error")
     p.add_argument("--plan-with", type=Path, help="a schedule.json: take its fit (this system's, or else another's)")
     p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
@@ -272,8 +283,7 @@ def main() -> None:
     job.meet()
     if o.compiled and first:
         o.compiled.touch()
-    while not all(Path(f).exists() for f in o.after.split(",") if f):
-        time.sleep(0.2)
+    wait_for([Path(f) for f in o.after.split(",") if f], o.after_seconds)
     job.meet()
     foreign = False
     if o.plan_with:

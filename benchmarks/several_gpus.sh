@@ -60,8 +60,8 @@ for job in $jobs; do
             echo "--- drill: exit code $?, $SECONDS s"
             touch "$turn/drill"
         ) & ;;
-    policies) # data C: the policies against each other, predicted beside measured
-        measured policies 400 --budget 30 --tau 1.3,2 --steps 50,20 --replay 12 ;;
+    policies) # data C: the policies against each other, predicted beside measured, with the GPUs' measured speeds
+        measured policies 400 --budget 30 --tau 1.3,2 --steps 50,20 --replay 12 --speeds ;;
     unfused) # the same plans without the fused kernels
         measured unfused 500 --system inductor --steps 16 --replay 6 --plan-with "$rows" ;;
     long | long_tau_2) # data A at its 97,200 tokens, blocks recomputed; tau 2 with the fit of tau 1.3

@@ -1,11 +1,13 @@
 """Steps of a streamed Wan-shaped model against the same compiled layers resident, in one run.
 
     python benchmarks/stream_step.py [--layers 30] [--width 1.3b|14b] [--grids 5x30x52,21x30x52] [--slots 3]
-                                     [--updates deferred,priority,in_backward,serial] [--timeline FOLDER]
+                                     [--updates "deferred,priority,serial;priority"] [--timeline FOLDER]
 
 Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
-compute); then each update order ("priority@20": with 20 threads, "priority+graphs": with CUDA graphs per class of
-layers).  "serial": one stream for kernels and copies, the update at the end of the step.
+compute); then each update order ("priority@20/8+graphs": with 20 threads, 8 slots and CUDA graphs per class of layers).
+"serial": one stream for kernels and copies, the update at the end of the step.  Lists of orders, separated by ";", go
+to the grids in turn; the last one serves all that are left.  Resident compute is measured before and after the orders
+of a grid, and rows hold the median of both.
 bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
@@ -13,6 +15,7 @@ bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  O
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 import weakref
@@ -95,6 +98,20 @@ def steps(model, kw: dict, opt, n: int, warm: int) -> tuple[list[float], list[fl
     return [between(*t) for t in times], [between(*t) for t in forwards], [x.item() for x in losses]
 
 
+def number(x: float) -> float | None:
+    """None for what was not measured."""
+    return x if x == x else None
+
+
+def parsed(update: str, a: argparse.Namespace) -> tuple[str, int | None, int]:
+    """Kind, threads and slots of an order as it is asked for."""
+    found = re.fullmatch(r"(\w+)(?:@(\d+))?(?:/(\d+))?(?:\+graphs)?", update)
+    if found is None:
+        raise SystemExit(f"stream_step: no such order: {update}")
+    kind, threads, slots = found.groups()
+    return kind, int(threads) if threads else a.threads, int(slots) if slots else 1 if kind == "serial" else a.slots
+
+
 class Nothing:
     """No optimizer: gradients are dropped."""
 
@@ -159,7 +176,7 @@ def main() -> None:
     p.add_argument("--grids", default="5x30x52")
     p.add_argument("--slots", type=int, default=3)
     p.add_argument("--resident", type=int, default=0, help="first layers that stay on the device")
-    p.add_argument("--updates", default="deferred,priority")
+    p.add_argument("--updates", default="deferred,priority", help="orders, lists for several grids separated by ;")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--threads", type=int, help="of the optimizer's kernel")
     p.add_argument("--rates-seconds", type=float, default=0.4, help="of each rate of the box; 0: none")
@@ -201,8 +218,8 @@ def main() -> None:
         r = f = float("nan")
         if not a.no_resident_run:
             engine.set_slots(a.layers - a.resident)
-            times, forward, _ = steps(step, kw, Nothing(model, engine), n, warm)
-            r, f = statistics.median(times), statistics.median(forward)
+            times, forwards, _ = steps(step, kw, Nothing(model, engine), n, warm)
+            r, f = statistics.median(times), statistics.median(forwards)
             say(f"{name}: resident compute (all layers in slots, gradients still copied down) {r:.1f} ms, "
                 f"forward {f:.1f}; {[round(t, 1) for t in times]}")
             engine.set_slots(a.slots)
@@ -215,21 +232,25 @@ def main() -> None:
             torch.cuda.empty_cache()
         bound = bounds(engine, rate, a.slots, r, f)
         say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
-        for update in a.updates.split(","):
-            kind, _, threads = update.removesuffix("+graphs").partition("@")
+        lists = a.updates.split(";")
+        updates = lists[min(list(grids).index(grid), len(lists) - 1)].split(",")
+        rows = []
+        for update in updates:
+            kind, threads, slots = parsed(update, a)
             engine.replays.set("on" if update.endswith("+graphs") else "off")
             serial = kind == "serial"
             opt.update = "deferred" if serial else kind
-            opt.updates.kernel = kernel_of("auto", engine.link, int(threads) if threads else a.threads)
+            opt.updates.kernel = kernel_of("auto", engine.link, threads)
             engine.gradients.keep_norms = opt.update == "deferred"
-            engine.set_slots(1 if serial else a.slots)
+            engine.set_slots(slots)
+            bound = bounds(engine, rate, slots, r, f)
             engine.link.overlap(not serial)
             driver = Serial(opt) if serial else opt
-            pictured = a.timeline is not None and a.updates.split(",").index(update) < a.timelines
-            plan = graphopt.stream_plan(model, tokens, slots=a.slots, update=opt.update, rates=rates)
+            pictured = a.timeline is not None and updates.index(update) < a.timelines
+            plan = graphopt.stream_plan(model, tokens, slots=slots, update=opt.update, rates=rates)
             try:
                 row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
-                            f"{tokens}-{update}", n, warm, say)
+                            f"{tokens}-{update.replace('/', '-')}", n, warm, say)
             except Exception as error:  # the other orders are still worth measuring
                 say(f"{name} {update} FAILED: {type(error).__name__}: {error}")
                 continue
@@ -238,16 +259,35 @@ def main() -> None:
             say(f"{name} {update}: bound {bound[kind]:.1f}, rho {bound[kind] / row['step_ms']:.3f}, "
                 f"x{row['step_ms'] / r:.3f} resident; planned {1e3 * plan.step_s:.1f} ms, "
                 f"peak {plan.peak_bytes / 2**30:.3f} GiB, host {plan.host_bytes / 2**30:.2f} GiB")
-            number = lambda x: x if x == x else None
             row |= dict(params_b=round(params, 3), tokens=tokens, system="serial" if serial else "graphopt",
-                        update=opt.update, overlap=not serial, slots=1 if serial else a.slots, resident=a.resident,
+                        update=opt.update, overlap=not serial, slots=slots, resident=a.resident,
                         layers=a.layers, width=a.width, resident_ms=number(r), bound_ms=number(bound[kind]),
                         rho=number(bound[kind] / row["step_ms"]), host_gib=engine.store.arena.nbytes / 2**30,
                         plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
                         plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
                         graphs="on" if update.endswith("+graphs") else None,
-                        threads=int(threads) if threads else a.threads or len(numa.pool_cpus(engine.link.device)))
+                        threads=threads or len(numa.pool_cpus(engine.link.device)))
             save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
+            rows.append(row)
+        if rows and not a.no_resident_run:
+            engine.optimizer = None
+            engine.replays.set("off")
+            engine.set_slots(a.layers - a.resident)
+            after, forward, _ = steps(step, kw, Nothing(model, engine), n, warm)
+            engine.set_slots(a.slots)
+            r, f = statistics.median(times + after), statistics.median(forwards + forward)
+            say(f"{name}: resident compute again {statistics.median(after):.1f} ms; of both {r:.1f}, forward {f:.1f}; "
+                f"{[round(t, 1) for t in after]}")
+            for row in rows:
+                bound = bounds(engine, rate, row["slots"], r, f)
+                kind = "serial" if row["system"] == "serial" else row["update"]
+                row |= dict(resident_ms=r, resident_before_ms=statistics.median(times),
+                            resident_after_ms=statistics.median(after), bound_ms=number(bound[kind]),
+                            rho=number(bound[kind] / row["step_ms"]), adamw_alone_ms=number(bound["adamw"]))
+                say(f"{name} {row['system']} {row['update']} {row['threads']} threads, "
+                    f"{row['slots']} slots, graphs {row['graphs']}: {row['step_ms']:.1f} ms, "
+                    f"rho {row['rho'] or 0:.3f}, x{row['step_ms'] / r:.3f} resident")
+            save("stream", rows, KEYS, {}, a.out)
 
 
 def order(
@@ -281,7 +321,12 @@ def order(
             f"{ups * bytes_up / count / max(1e-9, busy(line.spans, 'upload')) / 1e9:.1f} GB/s")
         print(line, flush=True)
     reserved = torch.cuda.max_memory_reserved() / 2**30 if GPU else 0.0
-    return dict(forward_ms=statistics.median(forward), step_ms=ms, peak_gib=peak, reserved_gib=reserved)
+    buffers, pool = engine.replays.nbytes
+    if engine.replays.recorded:
+        say(f"{label}: {engine.replays.recorded} graphs, {engine.replays.replayed} replays, inputs "
+            f"{buffers / 2**30:.3f} GiB, pool {pool / 2**30:.3f} GiB, reserved {reserved:.2f}")
+    return dict(forward_ms=statistics.median(forward), step_ms=ms, peak_gib=peak, reserved_gib=reserved,
+                graphs_gib=(buffers + pool) / 2**30)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
     python examples/adapt_dsa.py --out results/            three seeds side by side on one GPU, about five minutes
     python examples/adapt_dsa.py --plot results/           curves and the picture of offsets (needs matplotlib)
 
+An interrupted run goes on where it last evaluated when it is started again with the same --out; so does one with more
+arms.
+
 A tiny Wan-shaped model learns to denoise (flow matching) synthetic videos: squares of random colours that move together
 at 0, 1, 2 or 3 tokens per frame; the text tells the velocity.  Every frame has a noise level of its own (a timestep per
 token, as Wan 2.2 has it): colours cannot be guessed, so a noisy frame is cleaned with the help of the same object in
@@ -28,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import subprocess
 import sys
 import time
@@ -40,6 +42,7 @@ from typing import Any
 
 import torch
 from adapt_dsa_results import SPEEDS, join, plot, table
+from adapt_dsa_state import State, Untouched
 
 import graphopt
 
@@ -136,10 +139,9 @@ def mix(clean: torch.Tensor, noise: torch.Tensor, t: torch.Tensor) -> torch.Tens
 class Run:
     """One seed: held-out data, losses, and training with the same data for every arm."""
 
-    def __init__(self, s: Setup, seed: int, device: str) -> None:
-        self.s, self.seed, self.device = s, seed, device
-        self.eager = False  # without CUDA graphs
-        self.progress: Callable[[], None] = lambda: None  # called after each evaluation
+    def __init__(self, s: Setup, seed: int, device: str, state: State, eager: bool = False) -> None:
+        self.s, self.seed, self.device, self.state = s, seed, device, state
+        self.eager = eager  # without CUDA graphs
         torch.manual_seed(seed)
         g = torch.Generator(device).manual_seed(10_000)  # held-out videos are the same for every seed
         self.held_out = []
@@ -188,21 +190,23 @@ class Run:
             out[str(speed)] = float(error.sum() / (mask[:, :, 1::2].sum() * 3))
         return out
 
-    def train(self, curve: list[dict], model: torch.nn.Module, groups: list[dict], steps: int, seed: int, every: int,
-              batch: int, handle: Any = None, distill: int = 0) -> None:
-        """Held-out errors go to `curve`; the first `distill` steps add the distillation loss."""
+    def train(self, part: str, curve: list[dict], model: torch.nn.Module, groups: list[dict], steps: int, seed: int,
+              every: int, batch: int, handle: Any = None, distill: int = 0) -> None:
+        """Held-out errors go to `curve`, and with each the state is kept; the first `distill` steps also distil."""
         cuda = self.device == "cuda"
         base = [g["lr"] for g in groups]
         for g in groups:  # a graph reads the learning rate from memory
             g["lr"] = torch.tensor(g["lr"], device=self.device) if cuda else g["lr"]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=cuda, capturable=cuda)
         torch.manual_seed(seed)
-        start, step = time.perf_counter(), None
-        for i in range(steps + 1):
-            if i % every == 0 or i == steps:
+        resumed = self.state.restore(part, model, optimizer)
+        start, step = time.perf_counter() - (0 if resumed is None else curve[-1]["seconds"]), None
+        for i in range(resumed or 0, steps + 1):
+            if i != resumed and (i % every == 0 or i == steps):
                 curve.append({"step": i, "error": self.evaluate(model), "seconds": time.perf_counter() - start})
-                print(f"seed {self.seed}", curve[-1], flush=True)
-                self.progress()
+                print(f"seed {self.seed}", part, curve[-1], flush=True)
+                self.state.keep(part, i, model, optimizer)
+                self.state.write_json()
             if i == steps:
                 break
             for group, lr in zip(optimizer.param_groups, base):  # a short warm-up, then a falling line
@@ -211,13 +215,17 @@ class Run:
                     group["lr"].fill_(now)
                 else:
                     group["lr"] = now
-            if step is None or (handle is not None and i == distill):
-                step = self.stepper(model, optimizer, handle if i < distill else None, batch)
+            first = i == 0 or (handle is not None and i == distill)
+            if step is None or first:
+                step = self.stepper(model, optimizer, handle if i < distill else None, batch, first)
             step()
 
     def stepper(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, handle: Any,
-                batch: int) -> Callable[[], None]:
-        """One training step as a function, on a GPU as a CUDA graph; with a handle, it distils as well."""
+                batch: int, first: bool) -> Callable[[], None]:
+        """One training step as a function, on a GPU as a CUDA graph; with a handle, it distils as well.
+
+        first: what runs before the capture counts as training.  It does not when a run goes on later.
+        """
 
         def step() -> None:
             with handle.distilling() if handle is not None else nullcontext():
@@ -234,24 +242,28 @@ class Run:
 
         if self.device != "cuda" or self.eager:
             return eager
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # these are steps of training as well
-                eager()
-        torch.cuda.current_stream().wait_stream(side)
-        optimizer.zero_grad()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with nullcontext() if first else Untouched(self.state, model, optimizer):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    eager()
+            torch.cuda.current_stream().wait_stream(side)
+            optimizer.zero_grad()
+            with torch.cuda.graph(graph):
+                step()
         return graph.replay
 
 
 def pretrained(run: Run, curve: list[dict]) -> torch.nn.Module:
     """A dense model; its held-out errors go to `curve`."""
     s, model = run.s, build(run.s).to(run.device)
+    if "dense" in run.state.data:
+        model.load_state_dict(run.state.data["dense"])
+        return model
     everything = [{"params": list(model.parameters()), "lr": s.lr}]
-    run.train(curve, model, everything, s.pretrain, 1 + run.seed, max(1, s.pretrain // 5), s.batch)
+    run.train("pretrain", curve, model, everything, s.pretrain, 1 + run.seed, max(1, s.pretrain // 5), s.batch)
+    run.state.finish(dense=model.state_dict())
     return model
 
 
@@ -266,23 +278,24 @@ def adapted(run: Run, dense: torch.nn.Module, arm: str, result: dict[str, Any], 
         handle = graphopt.dsa.convert(model, config, select="blocks.*.attn1")
         if offsets != "zero":
             groups.append({"params": list(handle.parameters()), "lr": s.head_lr, "weight_decay": 0.0})
-    result["curve"] = []
-    run.train(result["curve"], model, groups, s.adapt, 1000 + run.seed, s.every, s.adapt_batch, handle, s.distill)
+    if run.state.data.get("training", {}).get("part") != arm:
+        result["curve"] = []
+    run.train(arm, result["curve"], model, groups, s.adapt, 1000 + run.seed, s.every, s.adapt_batch, handle, s.distill)
     if offsets in ("head", "tap"):
         result["offsets"] = offsets_and_motion(run, model, handle, folder)
 
 
 def one_seed(s: Setup, seed: int, device: str, out: Path, arms: tuple[str, ...], eager: bool) -> None:
-    """Everything of one seed; results are written after each evaluation."""
-    run = Run(s, seed, device)
-    result: dict[str, Any] = {"seed": seed, "setup": asdict(s), "device": _device_name(device), "pretrain": [],
-                              "arms": {}}
-    run.eager, run.progress = eager, lambda: _write(out / f"seed{seed}.json", result)
+    """Everything of one seed; results and state are written after each evaluation."""
+    state = State(out, seed, s, device)
+    run, result = Run(s, seed, device, state, eager), state.data["result"]
+    result["device"] = _device_name(device)
     dense = pretrained(run, result["pretrain"])
-    for arm in arms:
+    for arm in (a for a in arms if a not in state.data["done"]):
         print(f"seed {seed} {arm}", flush=True)
         adapted(run, dense, arm, result["arms"].setdefault(arm, {}), out if seed == 0 and arm == "dsa" else None)
-        run.progress()
+        state.finish(done=[*state.data["done"], arm])
+        state.write_json()
 
 
 @torch.no_grad()
@@ -338,12 +351,6 @@ def correlation(x: torch.Tensor, y: torch.Tensor) -> list[float]:
 
 def _device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result))
-    part.replace(path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Shared by all tests: helper modules of models/ and codegen/ are importable, Dynamo and graphopt start fresh, kernels find a device.
+"""Shared by all tests: helper modules of models/, codegen/ and schedule/ are importable, Dynamo and graphopt start fresh, kernels find a device.
 
 Kernel tests run where kernels can run: with TRITON_INTERPRET=1 on a CPU, or on a GPU.  `make test` runs them in a
 process of their own, because Triton's interpreter cannot be switched on later.
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("models", "codegen")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("models", "codegen", "schedule")]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -150,6 +150,25 @@ def scatter_tokens(out: Tensor, tokens: Tensor, values: Tensor) -> None:
         flat.index_add_(0, index, values.reshape(-1, D))
 
 
+def few_tokens(N: int, points: int, D: int) -> bool:
+    """Whether tap mode multiplies a query with all N tokens and takes scores, instead of `points` vectors of length D.
+
+    Those vectors are written and read several times.
+    """
+    return points * D >= 8 * N
+
+
+def on_tokens(tokens: Tensor, N: int, *weights: Tensor) -> list[Tensor]:
+    """Each of weights [B, h, n, L], given for tokens [B, h, n, L], as [B, h, n, N]; equal tokens add in a fixed order.
+    """
+    rows = tokens.shape[:-1]
+    first = (torch.arange(rows.numel(), device=tokens.device) * N).view(*rows, 1)
+    values = torch.stack([w.flatten() for w in weights], -1)
+    out = values.new_zeros((1, 1, rows.numel() * N, len(weights)))
+    scatter_tokens(out, (tokens + first).view(1, 1, 1, -1), values.view(1, 1, 1, -1, len(weights)))
+    return [x.reshape(*rows, N) for x in out[0, 0].unbind(-1)]
+
+
 def per_tap(offsets: Tensor, boundary: str, window: tuple[int, int, int]) -> Tensor | None:
     """Offsets [B, g, N, K, 3] of tap mode, or None for shift mode with the window kept inside."""
     if offsets.dim() == 5:
@@ -172,7 +191,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: tuple[int, i
     where = positions(grid, q.device)
     taps = per_tap(offsets, boundary, window)
     L = math.prod(window) * 8 if taps is not None else math.prod(a + 1 for a in window)
-    for part in chunks(N, B * heads * L * D):
+    few = taps is not None and few_tokens(N, L, D)
+    for part in chunks(N, B * heads * (max(N, 8 * L) if few else L * D)):
         qq = q[:, :, part].to(high)
         if taps is None:
             base, f, _ = window_starts(spread_heads(offsets[:, :, part], heads).to(place), where[part], grid, window)
@@ -185,10 +205,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: tuple[int, i
             tokens, corner, _, _ = tap_corners(
                 spread_heads(taps[:, :, part], heads).to(place), where[part], grid, window, boundary)
             corner, tokens = corner.to(high), tokens.flatten(3)
-            scores = (gather_tokens(kk, tokens) @ qq[..., None]).view(corner.shape)
-            logits = (scores * corner).sum(-1) * scale
+            scores = (qq @ kk.mT).gather(-1, tokens) if few else (gather_tokens(kk, tokens) @ qq[..., None])
+            logits = (scores.view(corner.shape) * corner).sum(-1) * scale
             weights = (logits.softmax(-1)[..., None] * corner).flatten(3)
-        y[:, :, part] = (weights[..., None, :] @ gather_tokens(vv, tokens))[..., 0, :].to(y.dtype)
+        if few:
+            y[:, :, part] = (on_tokens(tokens, N, weights)[0] @ vv).to(y.dtype)
+        else:
+            y[:, :, part] = (weights[..., None, :] @ gather_tokens(vv, tokens))[..., 0, :].to(y.dtype)
         lse[:, :, part] = logits.logsumexp(-1)
     return y, lse
 
@@ -211,7 +234,8 @@ def backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
     each = torch.zeros((B, heads, *offsets.shape[2:]), dtype=high, device=q.device)
     where = positions(grid, q.device)
     L = math.prod(window) * 8 if taps is not None else math.prod(a + 1 for a in window)
-    for part in chunks(N, B * heads * L * D * 2):
+    few = taps is not None and few_tokens(N, L, D)
+    for part in chunks(N, B * heads * (max(N, 8 * L) if few else L * D) * 2):
         qq, dd = q[:, :, part].to(high), dy[:, :, part].to(high)
         delta = (dd * y[:, :, part].to(high)).sum(-1)
         if dlse is not None:
@@ -235,15 +259,24 @@ def backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
             tokens, corner, slopes, moves = tap_corners(
                 spread_heads(taps[:, :, part], heads).to(place), where[part], grid, window, boundary)
             corner, slopes, tokens = corner.to(high), slopes.to(high), tokens.flatten(3)
-            keys = gather_tokens(kk, tokens)
-            S = (keys @ qq[..., None]).view(corner.shape)
-            P = (gather_tokens(vv, tokens) @ dd[..., None]).view(corner.shape)
+            if few:
+                S, P = ((x @ y.mT).gather(-1, tokens).view(corner.shape) for x, y in ((qq, kk), (dd, vv)))
+            else:
+                keys = gather_tokens(kk, tokens)
+                S = (keys @ qq[..., None]).view(corner.shape)
+                P = (gather_tokens(vv, tokens) @ dd[..., None]).view(corner.shape)
             p = ((S * corner).sum(-1) * scale - norm).exp()
             ds = p * ((P * corner).sum(-1) - delta[..., None])
             A, Bw = (p[..., None] * corner).flatten(3), (ds[..., None] * corner).flatten(3) * scale
             slope = ds[..., None] * (S[..., None] * slopes).sum(-2) * scale
             slope = (slope + p[..., None] * (P[..., None] * slopes).sum(-2)) * moves
             each[:, :, part] = slope if offsets.dim() == 5 else slope.sum(-2)
+        if few:
+            A, Bw = on_tokens(tokens, N, A, Bw)
+            dq[:, :, part] = (Bw @ kk).to(dq.dtype)
+            dv += A.mT @ dd
+            dk += Bw.mT @ qq
+            continue
         dq[:, :, part] = (Bw[..., None, :] @ keys)[..., 0, :].to(dq.dtype)
         scatter_tokens(dv, tokens, A[..., None] * dd[..., None, :])
         scatter_tokens(dk, tokens, Bw[..., None] * qq[..., None, :])

@@ -226,8 +226,7 @@ class _Builder:
             for node, (kind, i) in zip(segment.inputs, arguments):
                 if kind == "weight":
                     e = layer.entries[i]
-                    trained = grad and e.handle.requires_grad
-                    made.append(segments.fake(example(node), e.shape, e.stride, e.dtype, trained))
+                    made.append(segments.fake(example(node), e.shape, e.stride, e.dtype, e.handle.requires_grad))
                 else:
                     made.append(segments.fresh(example(node), grad))
             return made

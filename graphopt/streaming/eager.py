@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphopt.errors import StreamError
+from graphopt.streaming import ring
 from graphopt.streaming.engine import Engine
 from graphopt.streaming.store import HostLayer
 
@@ -53,8 +54,9 @@ def materialized(engine: Engine, layer: HostLayer) -> Iterator[None]:
     try:
         for entry, view in zip(layer.entries, engine.ring.views(slot, layer)):
             for module, name in entry.sites:
-                module._parameters[name] = nn.Parameter(view, requires_grad=False)
-        yield
+                module._parameters[name] = nn.Parameter(view, requires_grad=entry.trained)
+        with ring.casts_not_kept(engine.link.device):
+            yield
     finally:
         for entry in layer.entries:
             for module, name in entry.sites:

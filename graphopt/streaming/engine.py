@@ -124,7 +124,7 @@ class Engine:
     def weights(self, layer: HostLayer) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """A layer's weights on the device, and the slot they are in (-1: resident), for what is queued inside."""
         if layer.resident:
-            yield -1, [e.handle.detach() for e in layer.entries]
+            yield -1, [e.handle.detach().requires_grad_(e.trained) for e in layer.entries]
             return
         dry, waited = self.link.ready(self._latest), self.ring.waited
         slot = self.ring.acquire(layer)

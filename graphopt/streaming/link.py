@@ -79,6 +79,10 @@ class Link(Protocol):
         """A pool of memory for recordings; it lives as long as one of them does."""
         ...
 
+    def pool_bytes(self, pool: Any) -> int:
+        """Device bytes that a pool of recordings holds."""
+        ...
+
     def record(self, work: Callable[[], Sequence[Any]], pool: Any) -> Recording:
         """Record what `work` launches: what runs it again, and where its results are then.
 
@@ -149,6 +153,10 @@ class CpuLink:
     def pool(self) -> Any:
         """See Link."""
         return None
+
+    def pool_bytes(self, pool: Any) -> int:
+        """See Link."""
+        return 0
 
     def record(self, work: Callable[[], Sequence[Any]], pool: Any) -> Recording:
         """See Link.  What runs again is `work`, into the results of the first run."""
@@ -320,6 +328,10 @@ class CudaLink:
     def pool(self) -> Any:
         """See Link."""
         return torch.cuda.graph_pool_handle()
+
+    def pool_bytes(self, pool: Any) -> int:
+        """See Link."""
+        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool))
 
     def record(self, work: Callable[[], Sequence[Any]], pool: Any) -> Recording:
         """See Link."""

@@ -22,6 +22,7 @@ from graphopt.streaming import lockstep
 from graphopt.streaming.engine import Engine, JointWalk, Walk
 from graphopt.streaming.handles import member_of
 from graphopt.streaming.replay import copied
+from graphopt.streaming.ring import casts_not_kept
 from graphopt.streaming.store import Entry, HostLayer
 
 
@@ -182,7 +183,8 @@ def _forward(
     with engine.weights(call.layer) as (slot, weights), torch.no_grad(), engine.span(call.layer, "forward"):
         out = _replayed_forward(engine, call, weights, values)
         if out is None:
-            out = call.forward(*call.bind(weights, values))
+            with casts_not_kept(engine.link.device):
+                out = call.forward(*call.bind(weights, values))
     engine.log("compute", call.layer, slot, "forward")
     walk.after(engine)
     return out, state

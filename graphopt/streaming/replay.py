@@ -3,7 +3,8 @@
 A graph reads what stands at fixed addresses: the weights of a slot, and copies of the call's inputs in buffers that
 all calls of the class share; what it returns is copied out before the next replay.  All graphs use one memory pool,
 because they run one after the other on one stream.  A layer that draws random numbers, writes into its inputs or runs
-under autocast is launched kernel by kernel, and so is everything after a capture that fails (one warning).
+under autocast is launched kernel by kernel, and so is everything after a capture that fails (one warning): the device
+refused to record something, or the graphs' memory did not fit.  Whatever else goes wrong inside a layer is raised.
 
 Python's launches show where a layer's kernels are short or the CPU is busy with the optimizer: mode "auto" records
 graphs once the device has run dry before most of the recent launches.
@@ -25,6 +26,15 @@ MODES = ("auto", "on", "off")
 WARM = 3  # plain runs of a signature before it is recorded: compilation, autotuning and library handles are behind it
 SIGNATURES = 16  # that may be recorded: more means that shapes change all the time
 RECENT = 64  # launches that "auto" looks back on
+
+
+class Unrecordable(RuntimeError):
+    """A layer does something that a replay would not repeat."""
+
+
+def _refused(error: RuntimeError) -> bool:
+    """Is this about recording, not about what is recorded?  Every message of CUDA and torch on it names the capture."""
+    return isinstance(error, (Unrecordable, torch.OutOfMemoryError)) or "captur" in str(error).lower()
 
 
 class Recorded:
@@ -78,6 +88,12 @@ class Replays:
     def recorded(self) -> int:
         """Graphs there are."""
         return len(self._graphs)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Device bytes of the inputs' buffers, and of the graphs' memory pool."""
+        pool = 0 if self._pool is None else self.link.pool_bytes(self._pool)
+        return sum(b.tensor.untyped_storage().nbytes() for b in self._buffers.values()), pool
 
     def launching(self, dry: bool) -> None:
         """A layer is about to be launched; dry: the device has done everything that was queued."""
@@ -153,8 +169,10 @@ class Replays:
             self._pool = self.link.pool() if self._pool is None else self._pool
             graph = Recorded(*self.link.record(lambda: work(inputs), self._pool))
             if versions() != before:
-                raise RuntimeError("it writes into its inputs")
+                raise Unrecordable("it writes into its inputs")
         except RuntimeError as error:
+            if not _refused(error):
+                raise
             self.set("off")
             self.clear()
             log.warning("graphopt: a layer cannot be recorded as a CUDA graph, its kernels are launched one by one: %s",

@@ -11,6 +11,8 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,10 +106,14 @@ class Ring:
         slot.readers -= 1
 
     def views(self, slot: Slot, layer: HostLayer) -> list[torch.Tensor]:
-        """The layer's parameters inside a slot, in the order of its entries; made once per slot and layout."""
+        """The layer's parameters inside a slot, in the order of its entries; made once per slot and layout.
+
+        Trained ones require gradients even where none are taken: torch.matmul of a non-contiguous input chooses between
+        mm and bmm by that, and a resident model's parameters say so under no_grad, too.
+        """
         key = (slot.index, layer.key)
         if key not in self._views:
-            self._views[key] = [e.view(slot.buffer) for e in layer.entries]
+            self._views[key] = [e.view(slot.buffer).detach().requires_grad_(e.trained) for e in layer.entries]
         return self._views[key]
 
     def _victim(self) -> Slot:
@@ -129,6 +135,21 @@ class Ring:
         self.uploads += 1
         self.uploaded_bytes += layer.nbytes
         self._queue.put((slot, slot.fetch))
+
+
+def casts_not_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, autocast keeps no casts of weights: the next layer in a slot has other values at the same place."""
+    return _casts_not_kept() if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+@contextmanager
+def _casts_not_kept() -> Iterator[None]:
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
 
 
 def _fetch_loop(owner: Any, todo: queue.SimpleQueue, link: Link) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from resident import OPTIONS, Recompute, checkpointed, differing, layers
+from resident import OPTIONS, Recompute, checkpointed, differing, layers, train
 from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
 from zoo import ZOO, liven
@@ -109,19 +109,19 @@ def checkpointed_on_gpu(layer) -> None:
     layer.forward = run
 
 
-def agree(name, got, want, a, b) -> None:
-    """Bit by bit; HunyuanVideo's forward and backward meet kernels that round in another order on a GPU (not on a CPU)."""
-    if name != "hunyuan_video":
-        assert got == want
-        same(a, b)
-        return
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    apart = size = 0.0
-    for p, q in zip(a.state_dict().values(), b.state_dict().values()):
-        p, q = p.cpu().double(), q.cpu().double()
-        assert (p - q).abs().max() < 1e-5
-        apart, size = apart + (p - q).square().sum().item(), size + q.square().sum().item()
-    assert (apart / size) ** 0.5 < 1e-6
+def trains_as_resident(name, **settings):
+    """Check five steps of a tiny diffusers model against the resident one, bit by bit; give the streamed one."""
+    model, x = ZOO[name].build()
+    liven(model)
+    other, x = copy.deepcopy(model.train()), on_gpu(x)
+    model.cuda()
+    for layer in layers(model):
+        checkpointed(layer)
+    want = train(model, Reference(model), x)
+    opt, step = streamed(other, **settings)
+    assert train(step, opt, x) == want
+    same(other, model)
+    return other
 
 
 def wide(n):

@@ -151,8 +151,12 @@ def test_equal_offsets_per_tap_are_a_shift_inside_and_differ_at_borders() -> Non
     torch.testing.assert_close(w, z, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("boundary", ["inside", "border"])
-def test_per_tap_offsets_against_explicit_sampling(boundary) -> None:
+def test_per_tap_offsets_against_explicit_sampling(boundary, few, monkeypatch) -> None:
+    """By vectors of the taps, and by scores with all tokens; in several chunks of queries."""
+    monkeypatch.setattr(reference, "few_tokens", lambda *sizes: few)
+    monkeypatch.setattr(reference, "CHUNK", 40_000)
     grid, window = (3, 4, 5), (3, 2, 3)
     q, k, v = inputs(grid)
     taps = torch.randn(1, 2, 60, 18, 3, dtype=torch.float64)

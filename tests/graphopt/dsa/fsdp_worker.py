@@ -1,16 +1,17 @@
-"""Run by test_wrapped.py under torchrun, gloo on CPU (NCCL where there are GPUs): a converted model under FSDP2 and DDP, against one process.
+"""Run by test_wrapped.py under torchrun, gloo on CPU (NCCL where there are GPUs): converted models under FSDP2 and DDP, against one process.
 
-    torchrun --nproc-per-node 2 fsdp_worker.py OUT.json
+    torchrun --nproc-per-node 2 fsdp_worker.py FOLDER [WAY ..]
 
 Each way trains two steps on this rank's half of the batch; what is written is the largest relative L2 distance of a
 gradient of the second step from that of one process on the whole batch, over all parameters and over the heads'.  (The
 bias of keys has no effect, so its gradient is rounding: distances are relative to a thousandth of the largest at least.)
+Wan, HunyuanVideo and CogVideoX train one step under FSDP2, blocks compiled one by one: on GPUs through Inductor, in bf16
+with fp32 weights, against one process in fp32.  FOLDER/dsa_fsdp.json has a row for each way.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,12 +24,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
 import tiny_video
+import video_models
+from _results import machine, save
 
 import graphopt
 
 AOT = {"graphopt.compiler": "aot_eager"}
+TINY = ("checkpointed", "per block", "ddp", "mixed", "bf16")
+MODELS = ("wan", "hunyuan", "cogvideox")
 
 
 def steps(model: Any, latents: list[torch.Tensor], parameters: list[nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -71,6 +77,41 @@ def wrapped(model: Any, way: str) -> Any:
     return DistributedDataParallel(model) if way == "ddp" else fully_shard(model, **more)
 
 
+def trained_model(name: str, rank: int, device: torch.device) -> tuple[dict, dict, float]:
+    """Gradients of a model of diffusers, sharded, and of one process; what counts as zero."""
+    base, inputs, _ = video_models.converted(getattr(video_models, name))
+    base.to(device)
+    if "guidance" in inputs:
+        inputs["guidance"].fill_(6016)  # bf16 has no 6,000
+    half = {k: v[rank : rank + 1].to(device) for k, v in inputs.items()}
+    model = copy.deepcopy(base)
+    on_gpu = device.type == "cuda"
+    more = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if on_gpu else {}
+    for blocks in ("blocks", "transformer_blocks", "single_transformer_blocks"):
+        for block in getattr(model, blocks, ()):
+            block.compile(backend="graphopt", options={} if on_gpu else AOT)
+            fully_shard(block, **more)
+    fully_shard(model, **more)
+    grads = []
+    for m, x in ((model, half), (base, {k: v.to(device) for k, v in inputs.items()})):
+        m(**x, return_dict=False)[0].float().square().mean().backward()
+        grads.append({n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                      for n, p in m.named_parameters() if p.grad is not None})
+    return grads[0], grads[1], (1e-2 if on_gpu else 1e-3) * max(float(g.norm()) for g in grads[1].values())
+
+
+def report(way: str, got: dict, want: dict, floor: float) -> None:
+    """A row of the result file."""
+    assert set(got) == set(want), set(got) ^ set(want)
+    gaps = {n: float((got[n] - g).norm() / max(float(g.norm()), floor)) for n, g in want.items()}
+    row = {"way": way, "all": max(gaps.values()), "heads": max(g for n, g in gaps.items() if ".dsa." in n),
+           "worst": max(gaps, key=gaps.__getitem__), "ranks": dist.get_world_size()}
+    if dist.get_rank() == 0:
+        print(row, flush=True)
+        where = f"{machine()}x{dist.get_world_size()}"
+        save("dsa_fsdp", [row], ("way",), {}, Path(sys.argv[1]), where)
+
+
 def main() -> None:
     gpu = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -81,9 +122,11 @@ def main() -> None:
         torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution
     torch.manual_seed(1)
     latents = [tiny_video.latent(4, *grid).to(device) for grid in ((3, 4, 5), (3, 5, 4))]
-    found: dict[str, dict[str, float]] = {}
-    for way in ("checkpointed", "per block", "ddp", "mixed", "bf16"):
+    for way in sys.argv[2:] or (*TINY, *MODELS):
         torch._dynamo.reset()
+        if way in MODELS:
+            report(way, *trained_model(way, rank, device))
+            continue
         low = way in ("mixed", "bf16")
         dtype = torch.bfloat16 if way == "bf16" else torch.float32
         base, _ = build(dtype, **({"width": 128, "heads": 2} if low else {}))  # heads of 64: kernels, on a GPU
@@ -95,11 +138,7 @@ def main() -> None:
         want = steps(base, latents, list(base.parameters()))
         floor = (1e-2 if low else 1e-3) * max(float(g.norm()) for g in want.values())
         got = steps(model, halves, list(model.parameters()))
-        gaps = {n: float((got[i] - want[i]).norm() / max(float(want[i].norm()), floor)) for i, n in enumerate(names)}
-        found[way] = {"all": max(gaps.values()), "heads": max(g for n, g in gaps.items() if ".dsa." in n)}
-        if rank == 0:
-            print(way, found[way], flush=True)
-            Path(sys.argv[1]).write_text(json.dumps({"device": torch.cuda.get_device_name() if gpu else "cpu", **found}))
+        report(way, {n: got[i] for i, n in enumerate(names)}, {n: want[i] for i, n in enumerate(names)}, floor)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """The scripts that run on several GPUs, on two processes over gloo with tiny models."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -29,6 +30,15 @@ def test_one_against_three_microbatches_of_a_rewritten_wan_block(tmp_path):
     (row,) = rows(tmp_path)
     assert (row["mode"], row["data"], row["ranks"]) == ("fsdp2 fp32", "1 and 3 microbatches", 2)
     assert 0 < row["error"] <= 1e-6
+
+
+def test_a_job_does_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    wait_for = importlib.import_module("schedule_step").wait_for
+    (tmp_path / "there").touch()
+    wait_for([tmp_path / "there"], 0)
+    with pytest.raises(SystemExit, match="missing not there after 0 s.*without --after"):
+        wait_for([tmp_path / "there", tmp_path / "missing"], 0.3)
 
 
 @pytest.mark.nightly

@@ -10,11 +10,10 @@ import copy
 
 import pytest
 import torch
-from on_gpu import Reference, agree, checkpointed_on_gpu, on_gpu, pair, same, streamed, wide
-from resident import OPTIONS, checkpointed, jitter, layers, loss_of, train
+from on_gpu import Reference, checkpointed_on_gpu, on_gpu, pair, same, streamed, trains_as_resident, wide
+from resident import OPTIONS, jitter, layers, loss_of, train
 from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
-from zoo import ZOO, liven
 
 import graphopt
 from graphopt.streaming import attach
@@ -53,15 +52,7 @@ def test_first_layers_resident(slots: int, update: str) -> None:
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
 @pytest.mark.parametrize("update", ["deferred", "priority"])
 def test_zoo(name: str, update: str) -> None:
-    model, x = ZOO[name].build()
-    liven(model)
-    other = copy.deepcopy(model.train())
-    model.cuda()
-    for layer in layers(model):
-        checkpointed(layer)
-    want = train(model, Reference(model), on_gpu(x))
-    opt, step = streamed(other, update=update)
-    agree(name, train(step, opt, on_gpu(x)), want, other, model)
+    trains_as_resident(name, update=update)
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -98,9 +98,11 @@ def test_dropout_and_autocast_are_launched_plainly() -> None:
     assert attach.engine_of(b).replays.replayed == 0
 
 
-def test_what_cannot_be_recorded_runs_plainly_with_one_warning(caplog, monkeypatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+                                   torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")])
+def test_what_cannot_be_recorded_runs_plainly_with_one_warning(caplog, monkeypatch, error) -> None:
     def refuse(self, work, pool):
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error
 
     monkeypatch.setattr(CpuLink, "record", refuse)
     (opt, step, a), (opt2, step2, b) = pair()
@@ -109,6 +111,25 @@ def test_what_cannot_be_recorded_runs_plainly_with_one_warning(caplog, monkeypat
     assert caplog.text.count("cannot be recorded as a CUDA graph") == 1
     assert attach.engine_of(b).replays.mode == "off"
     equal(a, b)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"),
+                                   RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)")])
+def test_other_errors_of_a_layer_are_raised(error) -> None:
+    replays = replay.Replays(CpuLink(), "on")
+
+    def work(given):
+        if seen:
+            raise error
+        return [given[0] * 2]
+
+    seen: list[int] = []
+    for _ in range(replay.WARM):
+        assert replays.run("code", [], [torch.ones(2)], work) is None
+    seen.append(1)
+    with pytest.raises(RuntimeError, match="illegal|multiplied"):
+        replays.run("code", [], [torch.ones(2)], work)
+    assert replays.mode == "on"
 
 
 def test_a_layer_that_writes_into_its_inputs_is_not_recorded(caplog) -> None:

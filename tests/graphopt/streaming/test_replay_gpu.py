@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from on_gpu import Reference, agree, on_gpu, pair, same, streamed, wide
-from resident import checkpointed, layers, train
+from on_gpu import Reference, on_gpu, pair, same, streamed, trains_as_resident, wide
+from resident import train
+from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
-from zoo import ZOO, liven
 
 import graphopt
-from graphopt.streaming import attach
+from graphopt.streaming import attach, replay
+from graphopt.streaming.link import CudaLink
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
@@ -45,16 +44,50 @@ def test_graphs_are_recorded_again_for_another_ring() -> None:
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
 def test_zoo_with_graphs(name: str) -> None:
-    model, x = ZOO[name].build()
-    liven(model)
-    other = copy.deepcopy(model.train())
-    model.cuda()
-    for layer in layers(model):
-        checkpointed(layer)
-    want = train(model, Reference(model), on_gpu(x))
-    opt, step = streamed(other, graphs="on")
-    agree(name, train(step, opt, on_gpu(x)), want, other, model)
-    assert attach.engine_of(other).replays.replayed
+    assert attach.engine_of(trains_as_resident(name, graphs="on")).replays.replayed
+
+
+def test_auto_records_where_launches_show() -> None:
+    a, b, x = pair()
+    want = train(a, Reference(a), x, steps=12)
+    opt, step = streamed(b, 2, slow=1, graphs="auto")
+    assert train(step, opt, x, steps=12) == want  # 168 launches of layers whose kernels take microseconds
+    same(b, a)
+    replays = attach.engine_of(b).replays
+    assert replays.active
+    assert replays.replayed
+
+
+def test_auto_launches_plainly_where_kernels_are_long() -> None:
+    model = TinyDiT(layers=7, D=2048).train()
+    x = on_gpu(inputs(B=2, S=8192))  # some milliseconds a layer
+    opt, step = streamed(model, 2, slow=1, graphs="auto")
+    train(step, opt, x, steps=6)
+    replays = attach.engine_of(model).replays
+    assert len(replays._recent) == replay.RECENT
+    assert not replays.active
+
+
+def test_what_a_layer_does_wrong_is_raised_and_what_cannot_be_recorded_is_not(caplog) -> None:
+    link = CudaLink(torch.device("cuda"))
+
+    def run(work):
+        replays = replay.Replays(link, "on")
+        x = torch.ones(4, device="cuda")
+        for _ in range(replay.WARM):
+            replays.run("code", [], [x], lambda given: [given[0] * 2])
+        return replays.run("code", [], [x], work), replays
+
+    with caplog.at_level("WARNING"):
+        found, replays = run(lambda given: [given[0] * given[0].sum().item()])
+    assert found is None
+    assert replays.mode == "off"
+    assert caplog.text.count("cannot be recorded as a CUDA graph") == 1
+    with pytest.raises(RuntimeError, match="size"):
+        run(lambda given: [given[0] + torch.ones(3, device="cuda")])
+    found, replays = run(lambda given: [given[0] + 1])  # and the device is as before
+    assert found[0].tolist() == [2.0] * 4
+    assert replays.mode == "on"
 
 
 def test_inductors_kernels_in_graphs() -> None:
@@ -70,6 +103,7 @@ def test_inductors_kernels_in_graphs() -> None:
         losses.append(train(step, opt, x, steps=5))
         engine = attach.engine_of(model)
         assert (engine.replays.replayed > 0) == (graphs == "on")
+        assert (min(engine.replays.nbytes) > 0) == (graphs == "on")
         products = 10  # of a Wan block; their gradients are written into the slab by the product itself
         assert engine.gradients.copied == 5 * 3 * (len(engine.store.layers[0].trained) - products)
     assert losses[0] == losses[1]
