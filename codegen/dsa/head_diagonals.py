@@ -65,7 +65,7 @@ def convolution_source(rows: int, transposed: bool) -> str:
     """
     name, source, target, bias = (("head_backward_input", "DU", "DX", "") if transposed
                                   else ("head_convolve", "X", "U", "BIAS, "))
-    text = f'''@triton.jit(do_not_specialize=["T", "H", "W"])
+    text = f'''@triton.jit(do_not_specialize=["T", "H", "W", "x_b"])
 def {name}({source}, WEIGHT, {bias}{target}, T, H, W, x_b, PITCH: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
            HALF: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr):
 ''' + THREAD
@@ -162,7 +162,7 @@ SLOTS = [((-1, -1), (-1, 0)), ((0, -1), (0, 0)), ((1, -1), (1, 0)), ((-1, 1), (0
 
 def weight_source(ahead: bool = False) -> str:
     """Kernel `head_weight`: DU, X -> SUMS [programs, C, 27], dweight(tap) = sum of x(m + tap) du(m)."""
-    text = '''@triton.jit(do_not_specialize=["T", "H", "W", "steps"])
+    text = '''@triton.jit(do_not_specialize=["T", "H", "W", "steps", "x_b"])
 def head_weight(DU, X, SUMS, T, H, W, steps, x_b, PITCH: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
                 HALF: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr):
 ''' + THREAD

@@ -1,8 +1,11 @@
 """Launches of the offset head's kernels, and which of two sets a GPU gets.
 
-    tiles   tensor cores without tl.dot (head_tiles.py, head_products.py): NVIDIA from sm80, channels a multiple of 16
-    walks   fmas for the convolutions (head_emit.py), tl.dot for the linear layer (head_kernels.py): everything else,
-            and wherever Triton does not hold one element of a value per thread
+    mma     tensor cores without tl.dot: convolutions by diagonals (head_diagonals.py), the slope (head_products.py);
+            NVIDIA from sm80, channels a multiple of 16
+    walks   fmas for the convolutions (head_emit.py), tl.dot for the slope (head_kernels.py): everything else, and
+            wherever Triton does not hold one element of a value per thread
+
+The linear layer is head_kernels.py's in both.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from graphopt.codegen import store
-from graphopt.codegen.dsa import head_diagonals, head_emit, head_products, head_tiles
+from graphopt.codegen.dsa import head_diagonals, head_emit, head_products
 
 log = logging.getLogger(__name__)
 Grid = tuple[int, int, int]
@@ -82,16 +85,13 @@ FORWARD = Walk((2, 4), (1, 4), 1 << 20)
 BACKWARD = Walk((1, 4), (2, 2), 96)
 LINEAR = Product(64, 64, 4, 4)
 SLOPE = Product(64, 64, 4, 3, 44)
-TILE_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 33)
+MMA_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 33)
 NARROW = Product(64, 64, 4, 1, 264)
 WARPS = head_products.WARPS
-# of a head whose linear layer runs in tiles; the tiles' forward took 0.252 ms on an H200 where the walks take 0.236
-CONVOLUTIONS = "walks"
-AHEAD = 0  # planes, or steps, that are called into L2 before they are loaded
 DIAGONAL = {"head_convolve": Diagonal(2, 4), "head_backward_input": Diagonal(2, 4), "head_weight": Diagonal(2, 4, 11)}
-CHANNELS_AT_ONCE = 2 * head_tiles.WORDS
-REGISTERS: dict[str, int] = {}  # of a thread, by kernel, where the compiler's choice is not taken
-FUSED = True  # the transposed convolution and the weight gradient in one kernel
+BY_DIAGONALS = frozenset({"forward", "backward"})  # directions whose convolutions run so under "mma"
+AHEAD = {"head_convolve": 0, "head_backward_input": 0, "head_weight": 0, "head_slope": 0}  # planes or steps called to L2
+CHANNELS_AT_ONCE = 16
 
 
 def uses_ptx() -> bool:
@@ -100,14 +100,14 @@ def uses_ptx() -> bool:
 
 
 def engine_of(x: Tensor, out: int) -> str:
-    """ "tiles" or "walks", for a tensor on its device and a number of outputs."""
+    """ "mma" or "walks", for a tensor on its device and a number of outputs."""
     if x.shape[-1] % CHANNELS_AT_ONCE:
         return "walks"
     if x.device.type != "cuda":
-        return "tiles"  # the interpreter
+        return "mma"  # the interpreter
     if torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
         return "walks"
-    return "tiles" if _sound(x.shape[-1], out, x.dtype, x.device, CONVOLUTIONS) else "walks"
+    return "mma" if _sound(x.shape[-1], out, x.dtype, x.device, BY_DIAGONALS) else "walks"
 
 
 def one_per_thread(ttgir: str) -> bool:
@@ -119,21 +119,18 @@ def one_per_thread(ttgir: str) -> bool:
 
 
 @cache
-def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device, convolutions: str) -> bool:
-    """Compile the tile kernels for a GPU and look at their layouts: nothing in Triton promises them."""
+def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device, by_diagonals: frozenset[str]) -> bool:
+    """Compile the kernels of "mma" for a GPU and look at their layouts: nothing in Triton promises them."""
     with torch.cuda.device(device):
         x = torch.empty((1, 1, C), dtype=dtype, device=device)
         words = torch.empty((C, 27), dtype=torch.float32, device=device)
-        launches = [
-            (_products("head_slope", out), [x, x, x, x, words, 1, 1, *_product_options(x), AHEAD], {"num_warps": WARPS})]
-        if convolutions == "diagonals":
-            launches += [(_diagonals(name, DIAGONAL[name].rows), *_diagonal_arguments(name, tensors, x, (1, 1, 1), more))
-                         for name, tensors, more in (("head_convolve", (x, words, words, x), []), (
-                             "head_backward_input", (x, words, x), []), ("head_weight", (x, x, words), [1]))]
-        if convolutions == "tiles":
-            launches += [(_tiles(name), *_tile_arguments(name, tensors, x, (1, 1, 1))) for name, tensors in (
-                ("head_convolve", (x, words, words, x)), ("head_backward", (x, x, words, x, words)))]
-        for kernel, arguments, options in launches:
+        launches = [_slope_launch(x, x, x, x, words, 1, out)]
+        if "forward" in by_diagonals:
+            launches.append(_diagonal_launch("head_convolve", (x, words, words, x), x, (1, 1, 1)))
+        if "backward" in by_diagonals:
+            launches += [_diagonal_launch("head_backward_input", (x, words, x), x, (1, 1, 1)),
+                         _diagonal_launch("head_weight", (x, x, words), x, (1, 1, 1))]
+        for kernel, _, arguments, options in launches:
             text = kernel.warmup(*arguments, grid=(1,), **options).asm.get("ttgir")
             if text is None or not one_per_thread(text):
                 log.warning("graphopt: the offset head runs without its tensor core kernels: %s", (
@@ -154,17 +151,19 @@ def _diagonals(name: str, rows: int) -> Any:
 
 
 @cache
-def _tiles(name: str) -> Any:
-    return getattr(store.load(name, head_tiles.module(name)), name)
-
-
-@cache
 def _products(name: str, out: int) -> Any:
     return getattr(store.load(name, head_products.module(name, out)), name)
 
 
-def _product_options(x: Tensor) -> tuple[int, int, bool, bool]:
-    return x.shape[-1], WARPS, x.dtype == torch.float16, uses_ptx()
+Launch = tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]  # kernel, programs, arguments, options
+
+
+def _slope_launch(u: Tensor, low: Tensor, matrix: Tensor, du: Tensor, parts: Tensor, rows: int, out: int) -> Launch:
+    programs, steps = MMA_SLOPE.launch(rows)
+    C = u.shape[-1]
+    arguments = [u, low, matrix, du, parts, rows, steps, C, WARPS, u.dtype == torch.float16, uses_ptx(),
+                 AHEAD["head_slope"]]
+    return _products("head_slope", out), (programs, -(-C // MMA_SLOPE.channels)), arguments, {"num_warps": WARPS}
 
 
 def taps(weight: Tensor) -> Tensor:
@@ -183,24 +182,7 @@ def walk(kernel: str, cut: Walk, tensors: tuple[Tensor, ...], x: Tensor, grid: G
         x.dtype == torch.float16, uses_ptx(), num_warps=math.prod(cut.block), num_stages=1)
 
 
-def blocks_across(H: int, W: int) -> tuple[int, int, int]:
-    """(blocks side by side in w, programs in w, programs over a plane): the cut with the fewest programs."""
-    cuts = []
-    for bw in (1, 2, 4, 8, 16):
-        across = -(-W // (head_tiles.COLUMNS * bw))
-        cuts.append((across * -(-H // (head_tiles.ROWS * (head_tiles.BLOCKS // bw))), bw, across))
-    programs, bw, across = min(cuts)
-    return bw, across, programs
-
-
-def _diagonal_arguments(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid,
-                        steps: list[int]) -> tuple[list[Any], dict[str, Any]]:
-    return [*tensors, *grid, *steps, x.stride(0) // 2, x.stride(1) // 2, x.shape[-1], DIAGONAL[kernel].warps,
-            x.dtype == torch.float16, uses_ptx(), AHEAD], {"num_warps": DIAGONAL[kernel].warps, "num_stages": 1}
-
-
-def diagonal(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:
-    """Launch a convolution or a weight gradient by diagonals; it reads x in words of two channels."""
+def _diagonal_launch(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> Launch:
     B, _, C = x.shape
     cut = DIAGONAL[kernel]
     if kernel == "head_weight":
@@ -208,33 +190,21 @@ def diagonal(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) ->
         where, more = (-(-C // (16 * cut.warps)), programs, B), [steps]
     else:
         where, more = (*cut.convolve(*grid[1:], C), B), []
-    arguments, options = _diagonal_arguments(kernel, tensors, x, grid, more)
-    _diagonals(kernel, cut.rows)[where](*arguments, **options)
+    arguments = [*tensors, *grid, *more, x.stride(0) // 2, x.stride(1) // 2, C, cut.warps, x.dtype == torch.float16,
+                 uses_ptx(), AHEAD[kernel]]
+    return _diagonals(kernel, cut.rows), where, arguments, {"num_warps": cut.warps, "num_stages": 1}
 
 
-def _tile_arguments(kernel: str, tensors: tuple[Tensor, ...], x: Tensor,
-                    grid: Grid) -> tuple[list[Any], dict[str, Any]]:
-    bw, across, _ = blocks_across(*grid[1:])
-    strides = [] if kernel == "head_backward_input" else [x.stride(0) // 2, x.stride(1) // 2]
-    return [*tensors, *grid, bw, across, *strides, x.shape[-1], head_tiles.WORDS, x.dtype == torch.float16,
-            uses_ptx()], {"num_warps": head_tiles.WORDS, "num_stages": 1,
-                          **({"maxnreg": REGISTERS[kernel]} if kernel in REGISTERS else {})}
-
-
-def tile(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:
-    """Launch a convolution on tensor cores; it reads x in words of two channels."""
-    B, _, C = x.shape
-    arguments, options = _tile_arguments(kernel, tensors, x, grid)
-    programs = (-(-C // (2 * head_tiles.WORDS)), blocks_across(*grid[1:])[2], B)
-    _tiles(kernel)[programs](*arguments, **options)
+def diagonal(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:
+    """Launch a convolution or a weight gradient by diagonals; it reads x in words of two channels."""
+    function, where, arguments, options = _diagonal_launch(kernel, tensors, x, grid)
+    function[where](*arguments, **options)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, engine: str) -> None:
     """u = the depthwise convolution of x."""
-    if engine == "tiles" and CONVOLUTIONS == "diagonals":
+    if engine == "mma" and "forward" in BY_DIAGONALS:
         diagonal("head_convolve", (x, weight.contiguous(), bias.contiguous(), u), x, grid)
-    elif engine == "tiles" == CONVOLUTIONS:
-        tile("head_convolve", (x, weight.contiguous(), bias.contiguous(), u), x, grid)
     else:
         even_odd = bias.float().view(-1, 2).T.contiguous()
         walk("head_convolve", FORWARD, (x, taps(weight), even_odd, u), x, grid)
@@ -243,21 +213,14 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, eng
 def transposed(x: Tensor, du: Tensor, weight: Tensor, dx: Tensor, grid: Grid, engine: str) -> Tensor:
     """dx = the transposed convolution of du; the weight gradient in parts [n, C, 27]."""
     B, _, C = x.shape
-    if engine == "tiles" and CONVOLUTIONS == "diagonals":
-        parts = torch.empty((B * DIAGONAL["head_weight"].weight(*grid[1:])[0], C, 27), dtype=torch.float32, device=x.device)
+    fast = engine == "mma" and "backward" in BY_DIAGONALS
+    n = DIAGONAL["head_weight"].weight(*grid[1:])[0] if fast else BACKWARD.launch(*grid[1:], C)[0]
+    parts = torch.empty((B * n, C, 27), dtype=torch.float32, device=x.device)
+    if fast:
         diagonal("head_backward_input", (du, weight.contiguous(), dx), du, grid)
         diagonal("head_weight", (du, x, parts), x, grid)
-        return parts
-    fast = engine == "tiles" == CONVOLUTIONS
-    n = blocks_across(*grid[1:])[2] if fast else BACKWARD.launch(*grid[1:], C)[0]
-    parts = torch.empty((B * n, C, 27), dtype=torch.float32, device=x.device)
-    if not fast:
-        walk("head_backward_input", BACKWARD, (x, du, taps(weight), dx, parts), x, grid)
-    elif FUSED:
-        tile("head_backward", (du, x, weight.contiguous(), dx, parts), x, grid)
     else:
-        tile("head_backward_input", (du, weight.contiguous(), dx), x, grid)
-        tile("head_weight", (du, x, parts), x, grid)
+        walk("head_backward_input", BACKWARD, (x, du, taps(weight), dx, parts), x, grid)
     return parts
 
 
@@ -266,7 +229,7 @@ def padded(out: int) -> int:
     return max(16, 1 << (out - 1).bit_length())
 
 
-def linear(u: Tensor, matrix: Tensor, bias: Tensor, y: Tensor, engine: str) -> None:
+def linear(u: Tensor, matrix: Tensor, bias: Tensor, y: Tensor) -> None:
     """y [.., out] = gelu(u) @ matrix^T + bias; matrix [out, C] has u's dtype."""
     C, out = u.shape[-1], matrix.shape[0]
     rows = u.numel() // C
@@ -284,7 +247,7 @@ def narrow(dy: Tensor, dtype: torch.dtype, engine: str) -> tuple[Tensor, Tensor]
     out = dy.shape[-1]
     rows = dy.numel() // out
     programs, steps = NARROW.launch(rows)
-    pitch = 16 * head_products.steps_of(out) if engine == "tiles" else padded(out)
+    pitch = 16 * head_products.steps_of(out) if engine == "mma" else padded(out)
     low = torch.empty((rows, pitch), dtype=dtype, device=dy.device)
     parts = torch.empty((programs, out), dtype=torch.float32, device=dy.device)
     head_kernels.head_narrow[(programs,)](
@@ -298,17 +261,15 @@ def slope(u: Tensor, low: Tensor, matrix: Tensor, du: Tensor, engine: str) -> Te
 
     out, C = matrix.shape
     rows = u.numel() // C
-    cut = TILE_SLOPE if engine == "tiles" else SLOPE
-    programs, steps = cut.launch(rows)
+    programs, steps = (MMA_SLOPE if engine == "mma" else SLOPE).launch(rows)
     parts = torch.empty((programs, out + 1, C), dtype=torch.float32, device=u.device)
-    grid = (programs, -(-C // cut.channels))
-    if engine == "tiles":
-        _products("head_slope", out)[grid](
-            u, low, matrix, du, parts, rows, steps, *_product_options(u), AHEAD, num_warps=WARPS)
+    if engine == "mma":
+        function, where, arguments, options = _slope_launch(u, low, matrix, du, parts, rows, out)
+        function[where](*arguments, **options)
     else:
-        head_kernels.head_slope[grid](
-            u, low, matrix, du, parts, rows, steps, C, out, padded(out), cut.rows, cut.channels, cut.stages,
-            u.dtype == torch.float16, uses_ptx(), num_warps=cut.warps)
+        head_kernels.head_slope[(programs, -(-C // SLOPE.channels))](
+            u, low, matrix, du, parts, rows, steps, C, out, padded(out), SLOPE.rows, SLOPE.channels, SLOPE.stages,
+            u.dtype == torch.float16, uses_ptx(), num_warps=SLOPE.warps)
     return parts
 
 

@@ -31,15 +31,6 @@ def high_halves(a, b, PTX: tl.constexpr):
 
 
 @triton.jit
-def halve(x, K: tl.constexpr):
-    # [n, K] -> the even columns and the odd ones, [n, K / 2] or [n]
-    if K == 2:
-        return tl.split(x)
-    else:
-        return tl.split(tl.reshape(x, [x.shape[0], K // 2, 2]))
-
-
-@triton.jit
 def square(word, HALF: tl.constexpr):
     # 8 x 8 values per warp: thread 4 i + j holds row i, columns 2 j and 2 j + 1
     low, high = unpack_channels(word, HALF)

@@ -42,27 +42,22 @@ def test_gradcheck_and_opcheck() -> None:
 @pytest.mark.kernel
 @pytest.mark.parametrize(("engine", "grid", "C", "out", "dtype"), [
     ("walks, several tiles", (2, 3, 3), 20, 6, torch.float16), ("walks", (1, 2, 5), 70, 3, torch.bfloat16),
-    ("walks", (2, 2, 5), 8, 3, torch.float16), ("tiles", (2, 2, 3), 16, 6, torch.float16),
-    ("tiles, two kernels", (2, 1, 7), 16, 6, torch.float16), ("tiles", (1, 1, 7), 48, 20, torch.float16),
-    ("tiles", (2, 3, 5), 16, 3, torch.bfloat16), ("tiles, diagonals", (2, 2, 3), 16, 6, torch.float16),
-    pytest.param("tiles, diagonals", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param("tiles, diagonals", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
-    pytest.param("tiles", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
-    pytest.param("tiles", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param("tiles, two kernels", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param("tiles behind walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    ("walks", (2, 2, 5), 8, 3, torch.float16), ("mma", (2, 2, 3), 16, 6, torch.float16),
+    ("mma, fmas", (2, 1, 3), 16, 20, torch.float16), ("mma", (1, 2, 3), 48, 3, torch.bfloat16),
+    pytest.param("mma", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
+    pytest.param("mma", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("mma, fmas", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
     pytest.param("walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu)])
 def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
     if engine == "walks, several tiles":
         monkeypatch.setattr(head_launch, "BACKWARD", head_launch.Walk((1, 2), (1, 2), 2))
         monkeypatch.setattr(head_launch, "FORWARD", head_launch.Walk((1, 2), (2, 1), 1))
-    monkeypatch.setattr(head_launch, "FUSED", "two" not in engine)
-    monkeypatch.setattr(head_launch, "CONVOLUTIONS", next(
-        (n for n in ("walks", "diagonals") if n in engine), "tiles"))
-    if not engine.startswith("tiles"):
+    directions = () if "fmas" in engine else ("forward", "backward")
+    monkeypatch.setattr(head_launch, "BY_DIAGONALS", frozenset(directions))
+    if not engine.startswith("mma"):
         monkeypatch.setattr(head_launch, "engine_of", lambda *_a: "walks")
     else:
-        assert head_launch.engine_of(torch.empty(1, 1, C, dtype=dtype, device=device), out) == "tiles"
+        assert head_launch.engine_of(torch.empty(1, 1, C, dtype=dtype, device=device), out) == "mma"
     x, *rest = sample(grid, C, out, dtype=dtype, device=device)
     wide = [t.double() for t in (x, *rest)]
     y, u = head.triton_forward(x, *rest, *grid)
@@ -84,21 +79,26 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("engine", ["tiles", "diagonals"])
-@pytest.mark.parametrize(("grid", "dtype"), [
-    ((2, 4, 14), torch.float16), ((2, 4, 14), torch.bfloat16), ((1, 33, 3), torch.float16),
-    pytest.param((3, 2, 97), torch.float16, marks=pytest.mark.gpu),
-    pytest.param((4, 21, 33), torch.bfloat16, marks=pytest.mark.gpu)])
-def test_convolutions_on_tensor_cores(grid, dtype, engine, device, monkeypatch) -> None:
-    """Every token of odd grids, and a weight gradient whose only roundings are the inputs'."""
-    monkeypatch.setattr(head_launch, "CONVOLUTIONS", engine)
-    x, weight, bias, *_ = sample(grid, 16, 3, B=1, dtype=dtype, device=device)
+@pytest.mark.parametrize(("grid", "C", "cut", "dtype"), [
+    ((2, 3, 7), 16, (2, 2), torch.float16), ((3, 2, 5), 48, (1, 1), torch.bfloat16),
+    ((1, 1, 2), 16, (2, 1), torch.float16), ((1, 9, 3), 16, (2, 4), torch.bfloat16),
+    pytest.param((3, 2, 97), 16, (2, 4), torch.float16, marks=pytest.mark.gpu),
+    pytest.param((5, 33, 3), 80, (1, 4), torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param((6, 21, 33), 208, (2, 4), torch.bfloat16, marks=pytest.mark.gpu)])
+def test_convolutions_by_diagonals(grid, C, cut, dtype, device, monkeypatch) -> None:
+    """Every token of odd grids, whole numbers of planes and not, and no rounding but the results'."""
+    diagonal = head_launch.Diagonal(*cut)
+    monkeypatch.setattr(head_launch, "DIAGONAL", {
+        "head_convolve": diagonal, "head_backward_input": diagonal,
+        "head_weight": head_launch.Diagonal(2, cut[1], 2)})
+    x, weight, *_ = sample(grid, C, 3, B=2, dtype=dtype, device=device)
+    bias = torch.randn(C, device=device)  # more digits than the tokens': kept in two parts
     u, du = torch.full_like(x, float("nan")), torch.randn_like(x)
     dx = torch.full_like(x, float("nan"))
-    head_launch.convolve(x, weight, bias, u, grid, "tiles")
+    head_launch.convolve(x, weight, bias, u, grid, "mma")
     leaves = [t.double().requires_grad_() for t in (x, weight)]
     want = head._convolve(*leaves, bias.double(), *grid)
-    parts = head_launch.transposed(x, du, weight, dx, grid, "tiles")
+    parts = head_launch.transposed(x, du, weight, dx, grid, "mma")
     dwant = torch.autograd.grad(want, leaves, du.double())
     error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
     rounding = 2e-3 if dtype == torch.bfloat16 else 3e-4
@@ -107,13 +107,15 @@ def test_convolutions_on_tensor_cores(grid, dtype, engine, device, monkeypatch) 
     assert error(parts.sum(0).view_as(weight), dwant[1]) < 1e-6
 
 
-def test_the_cut_of_a_plane_follows_its_shape() -> None:
+def test_every_token_has_a_strip() -> None:
     for H, W in ((45, 80), (30, 52), (1, 1), (2, 200), (200, 2)):
-        bw, across, programs = head_launch.blocks_across(H, W)
-        assert across * bw * 6 >= W
-        assert (programs // across) * (16 // bw) * 2 >= H
-        assert (across - 1) * bw * 6 < W
-    assert head_launch.blocks_across(45, 80)[::2] == (2, 21)  # 7 x 3 programs of 8 x 2 blocks
+        for rows, warps in ((1, 4), (2, 4), (2, 8)):
+            _, programs = head_launch.Diagonal(rows, warps).convolve(H, W, 64)
+            assert 16 * programs >= -(-H // (rows * warps)) * W
+        programs, steps = head_launch.Diagonal(2, 4, 11).weight(H, W)
+        assert programs <= 11
+        assert programs * steps * 32 >= H * W
+    assert head_launch.Diagonal(2, 4, 11).weight(45, 80) == (11, 11)
 
 
 def test_values_spread_over_threads_are_noticed() -> None:
@@ -126,15 +128,18 @@ def test_values_spread_over_threads_are_noticed() -> None:
 
 
 @pytest.mark.kernel
-def test_inputs_that_are_not_whole_words_are_copied(device) -> None:
-    grid, C = (1, 2, 3), 8
-    wide, *rest = sample(grid, C + 1, 3, dtype=torch.float16, device=device)
-    rest = [t[:C] if t.shape[0] == C + 1 else t[:, :C] if t.dim() == 2 else t for t in rest]
-    x = wide[..., 1:]  # starts in the middle of a word
+@pytest.mark.parametrize(("engine", "C", "more", "first"), [("walks", 8, 1, 1), ("mma", 16, 8, 2), ("mma", 16, 4, 0)])
+def test_inputs_that_are_not_whole_words_are_copied(engine, C, more, first, device, monkeypatch) -> None:
+    """Tokens that start in the middle of a word, or of the 16 bytes that are loaded at once."""
+    monkeypatch.setattr(head_launch, "engine_of", lambda *_a: engine)
+    grid, (wide, *rest) = (1, 1, 2), sample((1, 1, 2), C + more, 3, B=1, dtype=torch.float16, device=device)
+    rest = [t[:C] if t.shape[0] == C + more else t[:, :C] if t.dim() == 2 else t for t in rest]
+    x = wide[..., first : first + C]
     y, u = head.triton_forward(x, *rest, *grid)
     same = head.triton_forward(x.contiguous(), *rest, *grid)
     assert torch.equal(y, same[0])
     assert torch.equal(u, same[1])
+    assert head._in_words(x, engine) is not x
 
 
 def test_odd_channels_and_wide_outputs_are_left_to_torch() -> None:
@@ -149,8 +154,8 @@ def test_a_cache_without_its_text_is_not_trusted(monkeypatch, caplog) -> None:
     """Triton's cache may hold the binary alone; then nothing tells how values lie in threads."""
     from types import SimpleNamespace
 
-    kernel = SimpleNamespace(__name__="head_linear", warmup=lambda *_a, **_k: SimpleNamespace(asm={"cubin": b""}))
+    kernel = SimpleNamespace(__name__="head_slope", warmup=lambda *_a, **_k: SimpleNamespace(asm={"cubin": b""}))
     monkeypatch.setattr(head_launch, "_products", lambda *_a: kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda _d: torch.no_grad())
-    assert not head_launch._sound.__wrapped__(16, 3, torch.bfloat16, torch.device("cpu"), "walks")
+    assert not head_launch._sound.__wrapped__(16, 3, torch.bfloat16, torch.device("cpu"), frozenset())
     assert "empty the cache" in caplog.text

@@ -62,20 +62,17 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
-@pytest.mark.parametrize("name", ["head_convolve", "head_backward", "head_slope", "diagonal head_convolve",
-                                  "diagonal head_backward_input", "diagonal head_weight"])
+@pytest.mark.parametrize("name", ["head_convolve", "head_backward_input", "head_weight", "head_slope"])
 def test_the_offset_head_holds_one_value_per_thread(name, target) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    if name.startswith("diagonal"):
-        kernel, warps = head_launch._diagonals(name.split()[1], 2), 4
-    elif name == "head_slope":
+    if name == "head_slope":
         kernel, warps = head_launch._products(name, 36), head_launch.WARPS
     else:
-        kernel, warps = head_launch._tiles(name), 8
-    constants = {"x_n": 64, "PITCH": 64, "C": 128, "NW": warps, "HALF": False, "PTX": True, "AHEAD": 0}
+        kernel, warps = head_launch._diagonals(name, 2), 4
+    constants = {"PITCH": 64, "C": 128, "NW": warps, "HALF": False, "PTX": True, "AHEAD": 0}
     kinds = {"DU": "*bf16", "DX": "*bf16", "X": "*bf16", "U": "*bf16", "DY": "*bf16", "SUMS": "*fp32", "WEIGHT": "*fp32",
              "BIAS": "*fp32", "Y": "*fp32"}
     signature = {a: "constexpr" if a in constants else kinds.get(a, "i32") for a in kernel.arg_names}
