@@ -28,11 +28,13 @@ BACKWARDS = [Walk((1, 4), (2, 2), 96), Walk((1, 5), (2, 2), 96)]
 SLOPES = [Product(64, 64, 4, 2, 44), Product(64, 64, 4, 3, 44)]
 LINEARS = [Product(64, 64, 4, 4), Product(64, 128, 4, 3), Product(32, 128, 4, 3), Product(32, 128, 2, 3),
            Product(32, 256, 4, 2), Product(64, 64, 4, 6)]
-# rows of a strip, warps, programs of a weight gradient; planes called into L2 ahead
+# rows of a strip, warps, programs of a weight gradient, neighbours by shuffles; planes called into L2 ahead
+CONVOLVE = [(2, 4, 1, True, 0), (2, 8, 1, True, 0), (2, 2, 1, True, 0), (1, 4, 1, True, 0), (1, 4, 1, True, 2),
+            (2, 4, 1, False, 0), (1, 4, 1, False, 0)]
 DIAGONALS = {
-    "head_convolve": [(2, 4, 1, 0), (2, 8, 1, 0), (2, 2, 1, 0), (1, 4, 1, 0), (1, 4, 1, 2)],
-    "head_backward_input": [(2, 4, 1, 0), (2, 8, 1, 0), (2, 2, 1, 0), (1, 4, 1, 0), (1, 4, 1, 2)],
-    "head_weight": [(2, 4, 11, 0), (2, 4, 11, 2), (2, 4, 22, 0), (2, 2, 11, 0), (2, 8, 11, 0)]}
+    "head_convolve": CONVOLVE, "head_backward_input": CONVOLVE,
+    "head_weight": [(2, 4, 11, True, 0), (2, 4, 11, True, 2), (2, 4, 22, True, 0), (2, 2, 11, True, 0),
+                    (2, 8, 11, True, 0)]}
 Case = tuple[str, str, Callable[[], object]]
 
 

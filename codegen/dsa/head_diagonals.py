@@ -32,7 +32,7 @@ import triton.language as tl
 
 from graphopt.codegen.dsa.head_kernels import pack_channels
 from graphopt.codegen.dsa.head_mma_kernels import (
-    high_halves, load_four, low_halves, multiply_16, multiply_8, prefetch, scaled_pair, store_four, swap_words)
+    from_lane, high_halves, load_four, low_halves, multiply_16, multiply_8, prefetch, scaled_pair, store_four, swap_words)
 
 '''
 THREAD = '''    WORDS: tl.constexpr = C // 2
@@ -53,13 +53,36 @@ def _bit(r: int, dw: int) -> int:
     return 1 << 3 * (r + 1) + dw + 1
 
 
-def _row(r: int) -> list[str]:
-    """Load a row of three tokens, of both strips."""
-    return [f"{', '.join(f'n{_n(r)}{half}_{_n(dw)}_{g}' for g in range(4))} = load_four(at{half} + {r} * row_step + "
-            f"{dw} * PITCH, now{half}, {_bit(r, dw)}, PTX)" for half in range(2) for dw in (-1, 0, 1)]
+def _row(r: int, shuffled: bool) -> list[str]:
+    """Load a row of three tokens, of both strips; shuffled: the strips' own tokens and what lies beside the 16."""
+    row = f"{r} * row_step"
+    if shuffled:
+        loads = [("c0", "at0", "now0", 0), ("c1", "at1", "now1", 0), ("e0", "at0", "now_left", -1),
+                 ("e1", "at1", "now_right", 1)]
+    else:
+        loads = [(f"n{half}_{_n(dw)}", f"at{half}", f"now{half}", dw) for half in range(2) for dw in (-1, 0, 1)]
+    return [f"{', '.join(f'{to}{_n(r)}_{g}' for g in range(4))} = load_four({at} + {row} + {dw} * PITCH, {inside}, "
+            f"{_bit(r, dw)}, PTX)" for to, at, inside, dw in loads]
 
 
-def convolution_source(rows: int, transposed: bool) -> str:
+def _neighbours(r: int, shuffled: bool) -> list[str]:
+    """Words `x{r}{half}_{dw}_{g}` of a row and its neighbours, not those that were loaded."""
+    x = f"x{_n(r)}"
+    if not shuffled:
+        return [f"{x}{half}_{_n(dw)}_{g} = n{half}_{_n(dw)}{_n(r)}_{g} ^ nothing" for half in range(2)
+                for dw in (-1, 0, 1) for g in range(4)]
+    lines = [f"{x}{half}_0_{g} = c{half}{_n(r)}_{g} ^ nothing" for half in range(2) for g in range(4)]
+    for g in range(4):  # strip 8 lies beside strip 7, which is in another register
+        c0, c1 = f"c0{_n(r)}_{g}", f"c1{_n(r)}_{g}"
+        lines += [
+            f"{x}0_m_{g} = (from_lane({c0}, before, PTX) & left0) | e0{_n(r)}_{g}",
+            f"{x}1_m_{g} = from_lane(({c0} & last) | ({c1} & ~last), before, PTX) & left1",
+            f"{x}0_1_{g} = from_lane(({c1} & first) | ({c0} & ~first), after, PTX) & right0",
+            f"{x}1_1_{g} = (from_lane({c1}, after, PTX) & right1) | e1{_n(r)}_{g}"]
+    return lines
+
+
+def convolution_source(rows: int, transposed: bool, shuffled: bool = False) -> str:
     """Kernel `head_convolve` (X -> U = bias + sum over taps of weight(tap) x(m + tap)) or, transposed,
     `head_backward_input` (DU -> DX = sum over taps of weight(tap) du(m - tap)).
     """
@@ -81,6 +104,12 @@ def {name}({source}, WEIGHT, {bias}{target}, T, H, W, x_b, PITCH: tl.constexpr, 
                   "- out_step", f"in{half} = tl.zeros([32 * NW], tl.int32)",
                   *(f"in{half} |= tl.where(in_c & (h{half} + {r} >= 0) & (h{half} + {r} < H) & (w{half} + {dw} >= 0) & "
                     f"(w{half} + {dw} < W), {_bit(r, dw)}, 0)" for r in range(-1, rows + 1) for dw in (-1, 0, 1))]
+    if shuffled:
+        lines += ["lane = thread % 32", "before, after = (lane + 28) % 32, (lane + 4) % 32",
+                  "first, last = tl.where(lane < 4, -1, 0), tl.where(lane >= 28, -1, 0)",
+                  "in_left, in_right = in0 & first, in1 & last",
+                  "left0, left1 = tl.where((w0 > 0) & (lane >= 4), -1, 0), tl.where(w1 > 0, -1, 0)",
+                  "right0 = tl.where(w0 + 1 < W, -1, 0)", "right1 = tl.where((w1 + 1 < W) & (lane < 28), -1, 0)"]
     # the channel that column i stands for in product w: of thread pair ^ w; so thread (i, j) has word j ^ (i // 2)'s
     lines += ["which = pair ^ (row // 2)",
               "channel = word * 2 + which * 2 + row % 2", "even = row % 2 == 0"]
@@ -104,19 +133,19 @@ def {name}({source}, WEIGHT, {bias}{target}, T, H, W, x_b, PITCH: tl.constexpr, 
                     lines.append(f"{to} = multiply_8(ones, ones, scaled_pair(bias, is{g}, HALF, PTX), {to}, HALF, PTX)")
     body: list[str] = []
     for turn in range(2):  # two sets of sums change places from plane to plane: none is ever copied
-        body += _plane(rows, transposed, f"s{turn}", f"s{1 - turn}", f"t + {turn}", turn)
+        body += _plane(rows, transposed, shuffled, f"s{turn}", f"s{1 - turn}", f"t + {turn}", turn)
     return text + indent(lines, 1) + "    for t in range(0, T + 1, 2):\n" + indent(body, 2)
 
 
-def _plane(rows: int, transposed: bool, above: str, here: str, t: str, turn: int) -> list[str]:
+def _plane(rows: int, transposed: bool, shuffled: bool, above: str, here: str, t: str, turn: int) -> list[str]:
     """Add plane t to three planes of sums and write the one above; its registers hold the one below afterwards."""
     sums = [(p, g, k) for p in range(rows) for g in range(4) for k in range(4)]
     body = [*(f"now{half} = tl.where({t} < T, in{half}, 0)" for half in range(2)),
-            *(s for r in range(-1, rows + 1) for s in _row(r)),
+            *(f"now_{side} = tl.where({t} < T, in_{side}, 0)" for side in ("left", "right") if shuffled),
+            *(s for r in range(-1, rows + 1) for s in _row(r, shuffled)),
             # zero, which the compiler does not know: values that are not those loaded can be born where products want them
             f"nothing = t >> {29 - turn}",
-            *(f"x{_n(r)}{half}_{_n(dw)}_{g} = n{_n(r)}{half}_{_n(dw)}_{g} ^ nothing" for r in range(-1, rows + 1)
-              for half in range(2) for dw in (-1, 0, 1) for g in range(4))]
+            *(s for r in range(-1, rows + 1) for s in _neighbours(r, shuffled))]
     for dt, name in ((1, above), (0, here), (-1, above)):
         if dt == -1:
             body += [f"{name}{p}_{g}_{k} = zero" for p, g, k in sums]
@@ -233,8 +262,8 @@ def head_weight(DU, X, SUMS, T, H, W, steps, x_b, PITCH: tl.constexpr, C: tl.con
             + "        for t in range(0, T):\n" + indent(body, 3) + indent(ends, 1))
 
 
-def module(kernel: str, rows: int) -> str:
+def module(kernel: str, rows: int, shuffled: bool = False) -> str:
     """The module of one kernel; rows: tokens along h of a strip that is convolved."""
-    sources = {"head_convolve": lambda: convolution_source(rows, False),
-               "head_backward_input": lambda: convolution_source(rows, True), "head_weight": weight_source}
+    sources = {"head_convolve": lambda: convolution_source(rows, False, shuffled),
+               "head_backward_input": lambda: convolution_source(rows, True, shuffled), "head_weight": weight_source}
     return HEADER.format(kernel) + sources[kernel]()

@@ -68,6 +68,7 @@ class Diagonal:
     rows: int  # tokens along h of a strip
     warps: int  # strips side by side in h of a program, or blocks of channels of a weight gradient's program
     programs: int = 1  # of a weight gradient: a plane is spread over at most this many
+    shuffled: bool = True  # neighbours along w come from the threads beside, not from memory
 
     def convolve(self, H: int, W: int, C: int) -> tuple[int, int]:
         """(programs over channels, programs over a plane)."""
@@ -146,8 +147,8 @@ def _walks(name: str, strip: head_emit.Strip) -> Any:
 
 
 @cache
-def _diagonals(name: str, rows: int) -> Any:
-    return getattr(store.load(name, head_diagonals.module(name, rows)), name)
+def _diagonals(name: str, cut: Diagonal) -> Any:
+    return getattr(store.load(name, head_diagonals.module(name, cut.rows, cut.shuffled)), name)
 
 
 @cache
@@ -192,7 +193,7 @@ def _diagonal_launch(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: 
         where, more = (*cut.convolve(*grid[1:], C), B), []
     arguments = [*tensors, *grid, *more, x.stride(0) // 2, x.stride(1) // 2, C, cut.warps, x.dtype == torch.float16,
                  uses_ptx(), AHEAD[kernel]]
-    return _diagonals(kernel, cut.rows), where, arguments, {"num_warps": cut.warps, "num_stages": 1}
+    return _diagonals(kernel, cut), where, arguments, {"num_warps": cut.warps, "num_stages": 1}
 
 
 def diagonal(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:

@@ -161,6 +161,17 @@ def prefetch(at, inside, PTX: tl.constexpr):
 
 
 @triton.jit
+def from_lane(x, lane, PTX: tl.constexpr):
+    # the word of another thread of the warp
+    if PTX:
+        return tl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, lane],
+                                         dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        shape: tl.constexpr = [x.shape[0] // 32, 32]
+        return tl.reshape(tl.gather(tl.reshape(x, shape), tl.reshape(lane, shape), 1), [x.shape[0]])
+
+
+@triton.jit
 def swap_words(x, MASK: tl.constexpr, PTX: tl.constexpr):
     # the word of the thread whose number differs in the bits of MASK, at most 3
     if MASK == 0:

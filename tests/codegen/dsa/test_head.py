@@ -81,12 +81,12 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(("grid", "C", "cut", "dtype"), [
-    ((2, 3, 7), 16, (2, 2), torch.float16), ((1, 2, 3), 48, (1, 1), torch.bfloat16),
-    pytest.param((1, 9, 3), 16, (2, 4), torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param((3, 2, 5), 48, (2, 1), torch.float16, marks=pytest.mark.gpu),
-    pytest.param((3, 2, 97), 16, (2, 4), torch.float16, marks=pytest.mark.gpu),
-    pytest.param((5, 33, 3), 80, (1, 4), torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param((6, 21, 33), 208, (2, 4), torch.bfloat16, marks=pytest.mark.gpu)])
+    ((2, 3, 7), 16, (2, 2, 1, True), torch.float16), ((1, 2, 3), 48, (1, 1, 1, False), torch.bfloat16),
+    pytest.param((1, 9, 3), 16, (2, 4, 1, False), torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param((3, 2, 5), 48, (2, 1, 1, True), torch.float16, marks=pytest.mark.gpu),
+    pytest.param((3, 2, 97), 16, (2, 4, 1, True), torch.float16, marks=pytest.mark.gpu),
+    pytest.param((5, 33, 3), 80, (1, 4, 1, True), torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param((6, 21, 33), 208, (2, 4, 1, False), torch.bfloat16, marks=pytest.mark.gpu)])
 def test_convolutions_by_diagonals(grid, C, cut, dtype, device, monkeypatch) -> None:
     """Every token of odd grids, whole numbers of planes and not, and no rounding but the results'."""
     diagonal = head_launch.Diagonal(*cut)

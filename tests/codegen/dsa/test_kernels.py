@@ -209,7 +209,7 @@ def test_one_compile_for_all_grids(monkeypatch) -> None:
               window_kernels.window_forward, window_kernels.window_backward_query, window_kernels.window_backward_key,
               head_kernels.head_narrow, head_kernels.head_add)
     monkeypatch.setattr(head_launch, "BY_DIAGONALS", frozenset(("forward", "backward")))
-    of_head = (*(head_launch._diagonals(n, cut.rows) for n, cut in head_launch.DIAGONAL.items()),
+    of_head = (*(head_launch._diagonals(n, cut) for n, cut in head_launch.DIAGONAL.items()),
                head_launch._products("head_slope", 9), head_kernels.head_linear)
     first: dict[str, int] = {}
     for grid in ((3, 5, 7), (4, 6, 8), (5, 16, 16), (9, 10, 11), (3, 64, 3), (16, 8, 32), (7, 7, 7), (13, 20, 36)):

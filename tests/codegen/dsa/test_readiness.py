@@ -71,7 +71,7 @@ def test_the_offset_head_holds_one_value_per_thread(name, target) -> None:
     if name == "head_slope":
         kernel, warps = head_launch._products(name, 36), head_launch.WARPS
     else:
-        kernel, warps = head_launch._diagonals(name, 2), 4
+        kernel, warps = head_launch._diagonals(name, head_launch.DIAGONAL[name]), 4
     constants = {"PITCH": 64, "C": 128, "NW": warps, "HALF": False, "PTX": True, "AHEAD": 0}
     kinds = {"DU": "*bf16", "DX": "*bf16", "X": "*bf16", "U": "*bf16", "DY": "*bf16", "SUMS": "*fp32", "WEIGHT": "*fp32",
              "BIAS": "*fp32", "Y": "*fp32"}
