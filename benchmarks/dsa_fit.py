@@ -65,8 +65,8 @@ def largest_error(rows: list[Row], learned: bool, direction: str, ns: Sequence[f
 def dense_flops(rows: list[Row], direction: str) -> float:
     """Operations a second of cuDNN's attention."""
     products = {"forward": 4e3, "backward": 10e3}[direction]
-    flops = [products * r["heads"] * r["tokens"] ** 2 * r["head_dim"] / r["ms"]["cudnn"] for r in rows if r["what"] == "attention"
-             and r["direction"] == direction and "cudnn" in r["ms"] and LAUNCHES[True] < r["tokens"]]
+    flops = [products * r["heads"] * r["tokens"] ** 2 * r["head_dim"] / r["ms"]["cudnn"] for r in rows
+             if r["what"] == "attention" and r["direction"] == direction and "cudnn" in r["ms"] and LAUNCHES[True] < r["tokens"]]
     return (max(flops) + min(flops)) / 2
 
 

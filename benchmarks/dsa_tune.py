@@ -2,8 +2,8 @@
 
     python benchmarks/dsa_tune.py                            the size of the bar: 21 x 45 x 80 tokens, 1,536 channels
     python benchmarks/dsa_tune.py --grid 3 6 8 --once        compile only
-    python benchmarks/dsa_tune.py --only diagonals whole     parts: diagonals (tensor cores), linear, walks (fmas), whole;
-                                                             --match: cases whose name holds a word
+    python benchmarks/dsa_tune.py --only diagonals whole     parts: diagonals (tensor cores), linear, walks (fmas),
+                                                             whole; --match: cases whose name holds a word
 """
 
 from __future__ import annotations

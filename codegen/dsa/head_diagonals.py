@@ -1,11 +1,12 @@
 """Source of the offset head's convolutions on tensor cores, tokens as they lie in memory: per tap a diagonal matrix.
 
-`head_convolve` and `head_backward_input`: thread (i, j) of a warp has 16 bytes, words 4 j .. 4 j + 3 of 32 channels, of a
-token and its neighbours, for two of the warp's 16 strips of `rows` tokens along h, and walks along t.  Those are the rows
-of an A operand for each of the four words: 16 strips times 8 channels, times the 8 x 8 diagonal of a tap's weights, two
-taps in one m16n8k16.  The sums stay in fp32, the tokens are not unpacked, moved between threads or put into shared memory.
-The column that a channel of word w gets is turned by w, so that the four diagonals have their entries in different threads
-and one register per tap holds them all; the results go back to their threads by three shuffles.
+`head_convolve` and `head_backward_input`: thread (i, j) of a warp has 16 bytes, words 4 j .. 4 j + 3 of 32 channels,
+of a token and its neighbours, for two of the warp's 16 strips of `rows` tokens along h, and walks along t.  Those are
+the rows of an A operand for each of the four words: 16 strips times 8 channels, times the 8 x 8 diagonal of a tap's
+weights, two taps in one m16n8k16.  The sums stay in fp32; tokens are neither unpacked nor put into shared memory.
+Strips lie side by side in w, so a neighbour along w is in the threads four further: `shuffled` takes it from there,
+else it is loaded again.  The column that a channel of word w gets is turned by w, so that the four diagonals have their entries in
+different threads and one register per tap holds them all; the results go back to their threads by three shuffles.
 
 `head_weight`: thread (i, j) has word i of 8, of strip j of 4, 2 x 4 tokens each.  Two channels' tokens in pairs are
 fragments that a product sums over; the diagonals of its two 8 x 8 halves are two taps of eight channels.
@@ -32,7 +33,8 @@ import triton.language as tl
 
 from graphopt.codegen.dsa.head_kernels import pack_channels
 from graphopt.codegen.dsa.head_mma_kernels import (
-    from_lane, high_halves, load_four, low_halves, multiply_16, multiply_8, prefetch, scaled_pair, store_four, swap_words)
+    from_lane, high_halves, load_four, low_halves, multiply_16, multiply_8, prefetch, scaled_pair, store_four,
+    swap_words)
 
 '''
 THREAD = '''    WORDS: tl.constexpr = C // 2
@@ -143,7 +145,7 @@ def _plane(rows: int, transposed: bool, shuffled: bool, above: str, here: str, t
     body = [*(f"now{half} = tl.where({t} < T, in{half}, 0)" for half in range(2)),
             *(f"now_{side} = tl.where({t} < T, in_{side}, 0)" for side in ("left", "right") if shuffled),
             *(s for r in range(-1, rows + 1) for s in _row(r, shuffled)),
-            # zero, which the compiler does not know: values that are not those loaded can be born where products want them
+            # zero, but not to the compiler: values other than those loaded can be born where products want them
             f"nothing = t >> {29 - turn}",
             *(s for r in range(-1, rows + 1) for s in _neighbours(r, shuffled))]
     for dt, name in ((1, above), (0, here), (-1, above)):
@@ -166,8 +168,8 @@ def _plane(rows: int, transposed: bool, shuffled: bool, above: str, here: str, t
         if dt == 1:
             body += _stores(rows, name, t)
     body += ["if AHEAD > 0:", *(
-        f"    prefetch(at{half} + {p} * row_step + AHEAD * step, tl.where({t} + AHEAD < T, in{half} & {_bit(p, 0)}, 0), PTX)"
-        for half in range(2) for p in range(rows))]
+        f"    prefetch(at{half} + {p} * row_step + AHEAD * step, "
+        f"tl.where({t} + AHEAD < T, in{half} & {_bit(p, 0)}, 0), PTX)" for half in range(2) for p in range(rows))]
     return [*body, *(f"at{half} += step" for half in range(2)), *(f"to{half} += out_step" for half in range(2))]
 
 
@@ -189,7 +191,7 @@ def _stores(rows: int, name: str, t: str) -> list[str]:
 SLOTS = [((-1, -1), (-1, 0)), ((0, -1), (0, 0)), ((1, -1), (1, 0)), ((-1, 1), (0, 1)), ((1, 1), None)]
 
 
-def weight_source(ahead: bool = False) -> str:
+def weight_source() -> str:
     """Kernel `head_weight`: DU, X -> SUMS [programs, C, 27], dweight(tap) = sum of x(m + tap) du(m)."""
     text = '''@triton.jit(do_not_specialize=["T", "H", "W", "steps", "x_b"])
 def head_weight(DU, X, SUMS, T, H, W, steps, x_b, PITCH: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
@@ -200,14 +202,14 @@ def head_weight(DU, X, SUMS, T, H, W, steps, x_b, PITCH: tl.constexpr, C: tl.con
     accumulators = [(n, dt, k) for n in PAIR for dt in (-1, 0, 1) for k in range(len(SLOTS))]
     lines = ["word = (tl.program_id(0) * NW + thread // 32) * 8 + row", "in_c = word < WORDS",
              "none = tl.zeros([32 * NW], tl.int32)", "row_step = W.to(tl.int64) * PITCH",
-             "step = HW.to(tl.int64) * PITCH", "d_step = HW.to(tl.int64) * WORDS", f"across = tl.cdiv(W, {2 * COLUMNS})",
+             "step = HW.to(tl.int64) * PITCH", "d_step = HW.to(tl.int64) * WORDS",
+             f"across = tl.cdiv(W, {2 * COLUMNS})",
              "X = X.to(tl.pointer_type(tl.int32)) + batch * x_b + word",
              "DU = DU.to(tl.pointer_type(tl.int32)) + batch * T * d_step + word",
              *(f"g{n}{_n(dt)}_{k}_{i} = zero" for n, dt, k in accumulators for i in range(4))]
 
-    def x_load(i: int, j: int, more: str = "") -> str:
-        return (f"x{_n(i)}_{_n(j)} = tl.load(x_at + {i} * row_step + {j} * PITCH, mask=r{_n(i)} & c{_n(j)}{more}, "
-                "other=0)")
+    def x_load(i: int, j: int) -> str:
+        return f"x{_n(i)}_{_n(j)} = tl.load(x_at + {i} * row_step + {j} * PITCH, mask=r{_n(i)} & c{_n(j)}, other=0)"
 
     def d_load(i: int, j: int, more: str = "") -> str:
         return f"d{i}_{j} = tl.load(d_at + ({i} * W + {j}).to(tl.int64) * WORDS, mask=r{i} & c{j}{more}, other=0)"
@@ -226,18 +228,20 @@ def head_weight(DU, X, SUMS, T, H, W, steps, x_b, PITCH: tl.constexpr, C: tl.con
              "first = (tl.program_id(0) * NW + thread // 32) * 8",
              "ahead = tl.where((ph < H) & (pw < W) & (first < WORDS), T - AHEAD, 0)",
              "place = (ph * W + pw).to(tl.int64)",
-             "px, pd = X - word + first + place * PITCH + AHEAD * step, DU - word + first + place * WORDS + AHEAD * d_step",
+             "px = X - word + first + place * PITCH + AHEAD * step",
+             "pd = DU - word + first + place * WORDS + AHEAD * d_step",
              *(f"r{_n(i)} = in_c & (h < H) & (h + {i} >= 0) & (h + {i} < H)" for i in range(-1, 3)),
              *(f"c{_n(j)} = (w + {j} >= 0) & (w + {j} < W)" for j in range(-1, COLUMNS + 1)),
-             *(x_load(i, j) for i, j in halo if ahead), *(d_load(i, j) for i, j in tokens), *d_pairs("here"),
+             *(d_load(i, j) for i, j in tokens), *d_pairs("here"),
              "d_at += d_step", *(d_load(i, j, " & (T > 1)") for i, j in tokens),
              *(f"{name} = none" for name in d_names("above"))]
     body = ["if AHEAD > 0:", "    prefetch(px, tl.where(t < ahead, 1, 0), PTX)",
             "    prefetch(pd, tl.where(t < ahead, 1, 0), PTX)", "    px += step", "    pd += d_step",
-            *(x_load(i, j) for i, j in halo if not ahead), *d_pairs("below"), "d_at += d_step", *(d_load(i, j, " & (t + 2 < T)") for i, j in tokens)]
+            *(x_load(i, j) for i, j in halo), *d_pairs("below"), "d_at += d_step",
+            *(d_load(i, j, " & (t + 2 < T)") for i, j in tokens)]
     body += [f"p{n}{_n(i)}_{_n(j)} = {which}_halves(x{_n(i)}_{_n(j)}, x{_n(i)}_{_n(j + 1)}, PTX)"
              for i in range(-1, 3) for j in range(-1, COLUMNS) for n, which in zip(PAIR, ("low", "high"))]
-    body += ["x_at += step", *(x_load(i, j, " & (t + 1 < T)") for i, j in halo if ahead)]
+    body.append("x_at += step")
     for p in range(2):
         for n in PAIR:
             for dt, d in ((-1, "below"), (0, "here"), (1, "above")):
@@ -245,9 +249,10 @@ def head_weight(DU, X, SUMS, T, H, W, steps, x_b, PITCH: tl.constexpr, C: tl.con
                     a = [("none", "none") if tap is None else
                          tuple(f"p{n}{_n(p + tap[0])}_{_n(tap[1] + 2 * q)}" for q in range(2)) for tap in slot]
                     to = ", ".join(f"g{n}{_n(dt)}_{k}_{i}" for i in range(4))
-                    body.append(f"{to} = multiply_16({a[0][0]}, {a[1][0]}, {a[0][1]}, {a[1][1]}, {d}{n}{p}_0, {d}{n}{p}_1, "
-                                f"{to}, HALF, PTX)")
-    body += [f"{to} = {of}" for a, b in (("above", "here"), ("here", "below")) for to, of in zip(d_names(a), d_names(b))]
+                    body.append(f"{to} = multiply_16({a[0][0]}, {a[1][0]}, {a[0][1]}, {a[1][1]}, {d}{n}{p}_0, "
+                                f"{d}{n}{p}_1, {to}, HALF, PTX)")
+    body += [f"{to} = {of}" for a, b in (("above", "here"), ("here", "below"))
+             for to, of in zip(d_names(a), d_names(b))]
     ends = ["keep = in_c & (pair == row // 2)", "even = row % 2 == 0",
             f"sums = SUMS + ((batch * tl.num_programs(1) + tl.program_id(1)) * C + word * 2) * {TAPS}"]
     for c, n in enumerate(PAIR):

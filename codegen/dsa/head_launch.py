@@ -91,7 +91,8 @@ NARROW = Product(64, 64, 4, 1, 264)
 WARPS = head_products.WARPS
 DIAGONAL = {"head_convolve": Diagonal(2, 4), "head_backward_input": Diagonal(2, 4), "head_weight": Diagonal(2, 4, 11)}
 BY_DIAGONALS = frozenset({"forward", "backward"})  # directions whose convolutions run so under "mma"
-AHEAD = {"head_convolve": 0, "head_backward_input": 0, "head_weight": 0, "head_slope": 0}  # planes or steps called to L2
+# planes or steps called into L2 before they are loaded
+AHEAD = {"head_convolve": 0, "head_backward_input": 0, "head_weight": 0, "head_slope": 0}
 CHANNELS_AT_ONCE = 16
 
 

@@ -3,7 +3,8 @@ between loads, products and stores, all in registers.
 
 Thread (i, j) of a warp has tokens i and i + 8 and words 4 j .. 4 j + 3 of 32 channels, 16 bytes as they lie in memory.
 Word w of the four is a column pair of product w: which channel a product's column is does not matter, as long as both
-factors agree.  For the sum over tokens of the weight gradient, movmatrix turns 8 x 8 tokens and channels.  C is a multiple of 16.
+factors agree.  For the sum over tokens of the weight gradient, movmatrix turns 8 x 8 tokens and channels.  C is a
+multiple of 16.
 """
 
 from __future__ import annotations
