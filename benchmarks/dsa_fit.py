@@ -66,7 +66,8 @@ def dense_flops(rows: list[Row], direction: str) -> float:
     """Operations a second of cuDNN's attention."""
     products = {"forward": 4e3, "backward": 10e3}[direction]
     flops = [products * r["heads"] * r["tokens"] ** 2 * r["head_dim"] / r["ms"]["cudnn"] for r in rows
-             if r["what"] == "attention" and r["direction"] == direction and "cudnn" in r["ms"] and LAUNCHES[True] < r["tokens"]]
+             if (r["what"], r["direction"]) == ("attention", direction) and "cudnn" in r["ms"]
+             and LAUNCHES[True] < r["tokens"]]
     return (max(flops) + min(flops)) / 2
 
 

@@ -26,8 +26,8 @@ WHOLE = 1 << 20
 FORWARDS = [Walk((2, 4), (1, 4), WHOLE), Walk((2, 4), (2, 2), WHOLE)]
 BACKWARDS = [Walk((1, 4), (2, 2), 96), Walk((1, 5), (2, 2), 96)]
 SLOPES = [Product(64, 64, 4, 2, 44), Product(64, 64, 4, 3, 44)]
-LINEARS = [Product(64, 64, 4, 4), Product(64, 128, 4, 3), Product(32, 128, 4, 3), Product(32, 128, 2, 3),
-           Product(32, 256, 4, 2), Product(64, 64, 4, 6)]
+LINEARS = [Product(64, 64, 4, 4), Product(64, 64, 4, 3), Product(64, 64, 4, 2), Product(64, 128, 4, 2),
+           Product(32, 64, 2, 4), Product(32, 128, 2, 3), Product(32, 128, 4, 3), Product(128, 64, 4, 3)]
 # rows of a strip, warps, programs of a weight gradient, neighbours by shuffles; planes called into L2 ahead
 CONVOLVE = [(2, 4, 1, True, 0), (2, 8, 1, True, 0), (2, 2, 1, True, 0), (1, 4, 1, True, 0), (1, 4, 1, True, 2),
             (2, 4, 1, False, 0), (1, 4, 1, False, 0)]

@@ -5,8 +5,9 @@ of a token and its neighbours, for two of the warp's 16 strips of `rows` tokens 
 the rows of an A operand for each of the four words: 16 strips times 8 channels, times the 8 x 8 diagonal of a tap's
 weights, two taps in one m16n8k16.  The sums stay in fp32; tokens are neither unpacked nor put into shared memory.
 Strips lie side by side in w, so a neighbour along w is in the threads four further: `shuffled` takes it from there,
-else it is loaded again.  The column that a channel of word w gets is turned by w, so that the four diagonals have their entries in
-different threads and one register per tap holds them all; the results go back to their threads by three shuffles.
+else it is loaded again.  The column that a channel of word w gets is turned by w, so that the four diagonals have their
+entries in different threads and one register per tap holds them all; the results go back to their threads by three
+shuffles.
 
 `head_weight`: thread (i, j) has word i of 8, of strip j of 4, 2 x 4 tokens each.  Two channels' tokens in pairs are
 fragments that a product sums over; the diagonals of its two 8 x 8 halves are two taps of eight channels.
