@@ -27,7 +27,7 @@ import graphopt
 from graphopt.codegen.dsa import reference
 
 Triple = tuple[int, int, int]
-WINDOWS: list[Triple] = [(1, 3, 3), (3, 3, 3), (2, 2, 2)]
+WINDOWS: list[Triple] = [(1, 3, 3), (3, 3, 3)]
 GRIDS: list[Triple] = [(3, 16, 26), (9, 20, 26), (21, 30, 52)]
 KEYS = ("tokens", "window", "offsets")
 
