@@ -1,6 +1,6 @@
 """Rows of the two papers' tables, measured here: what a fused norm saves, and the longest sequence at equal memory.
 
-    python benchmarks/papers.py [norm] [longest] [--out FOLDER]
+    python benchmarks/papers.py [norm] [longest] [--systems graphopt,inductor_no_mix_order] [--out FOLDER]
 
 norm: layer norm + modulate (fp32 factors, bf16 rows) at N = 64,000: eager against graphopt, forward and backward in
 microseconds, and the bytes the forward leaves for the backward (storages saved, the module's inputs apart).
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from _results import copy_tb_per_s, save
 
 H, W = 30, 52
-KEYS = ("figure", "system", "shape", "direction")
+KEYS = {"norm": ("figure", "system", "shape", "direction"), "longest": ("figure", "system")}
 
 
 def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -90,8 +90,11 @@ def peak(f: Callable, model: torch.nn.Module, T: int) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def longest(most: int = 64) -> Iterator[dict]:
-    """Frames by bisection: a peak grows with T."""
+def longest(systems: tuple[str, ...] = ("graphopt", "inductor_no_mix_order"), most: int = 96) -> Iterator[dict]:
+    """The most frames whose peak stays in eager's: a line through what was tried names the next.
+
+    A row after every try: a run that is cut off keeps the most that was seen to fit (`exact`: and one more did not).
+    """
     from step_models import build
 
     model = build("wan-1.3b")
@@ -100,36 +103,41 @@ def longest(most: int = 64) -> Iterator[dict]:
     assert budget is not None
     row = dict(figure="longest", system="eager", shape=[frames, H, W], tokens=frames * H * W, peak_gib=budget)
     yield row | {"budget_gib": budget}
-    for system in ("graphopt", "inductor_no_mix_order"):
+    for system in systems:
         torch._dynamo.reset()
         options = {"triton.mix_order_reduction": False}
         f = (torch.compile(model, backend="graphopt", dynamic=True) if system == "graphopt"
              else torch.compile(model, options=options, dynamic=True))
-        peak(f, model, frames + 2)  # compiles
-        low, high, at = frames, most, budget
-        while high - low > 1:
-            middle = (low + high) // 2
-            found = peak(f, model, middle)
-            print(f"{system} {middle} frames: {found}, budget {budget:.2f} GiB", flush=True)
-            if found is not None and found <= budget:
-                low, at = middle, found
-            else:
-                high = middle
-        yield dict(figure="longest", system=system, shape=[low, H, W], tokens=low * H * W, peak_gib=at,
-                   budget_gib=budget)
+        tried = {T: peak(f, model, T) for T in (frames - 1, frames)}  # the first compiles
+        fits = lambda T, tried=tried: tried[T] is not None and tried[T] <= budget
+        while True:
+            low = max((T for T in tried if fits(T)), default=0)
+            high = min((T for T in tried if not fits(T)), default=most)
+            print(f"{system}: {low} frames fit {budget:.2f} GiB, {high} do not; {tried}", flush=True)
+            if low:
+                yield dict(figure="longest", system=system, shape=[low, H, W], tokens=low * H * W,
+                           peak_gib=tried[low], budget_gib=budget, exact=high - low <= 1)
+            if high - low <= 1 or not low:
+                break
+            a, b = sorted(T for T in tried if tried[T] is not None)[-2:]
+            slope = max((tried[b] - tried[a]) / (b - a), 1e-3)
+            T = min(max(b + int((budget - tried[b]) // slope), low + 1), high - 1)
+            tried[T] = peak(f, model, T)
 
 
 def main() -> None:
     """Run the parts named (all by default) and save their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=["norm", "longest", []], default=[])
+    parser.add_argument("--systems", default="graphopt,inductor_no_mix_order", help="of longest, beside eager")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    ceilings = {"copy_tb_per_s": copy_tb_per_s()}
-    for part in args.parts or ["norm", "longest"]:
-        for row in {"norm": norm, "longest": longest}[part]():
+    parts = args.parts or ["norm", "longest"]
+    ceilings = {"copy_tb_per_s": copy_tb_per_s()} if "norm" in parts else {}  # nothing is timed for the other
+    for part in parts:
+        for row in norm() if part == "norm" else longest(tuple(args.systems.split(","))):
             print(row, flush=True)
-            save("papers", [row], KEYS, ceilings, args.out)
+            save("papers", [row], KEYS[part], ceilings, args.out)
 
 
 if __name__ == "__main__":

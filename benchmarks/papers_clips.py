@@ -1,6 +1,6 @@
 """The largest clip at 1080p that trains on one GPU: resident, streamed, streamed with sliding attention.
 
-    python benchmarks/papers_clips.py --system resident|resident_checkpointed|streamed|streamed_dsa [--layers 3]
+    python benchmarks/papers_clips.py --system resident|resident_checkpointed|streamed|streamed_dsa [--cap 64]
 
 The model is Wan's block at the width of 105 B parameters (62 layers of 10,240 with 80 heads and an FFN of 40,960); as
 many of its layers as a dense step can be waited for.  A clip of 1088 x 1920 has T x 68 x 120 tokens and 4 T - 3 frames.
@@ -8,18 +8,25 @@ resident: bf16 weights, fp32 masters and moments on the GPU, torch's fused AdamW
 streamed: graphopt.stream and HostAdamW; dsa: self-attention over 3 x 7 x 7 tokens at learned offsets.  All compiled by
 graphopt, T dynamic.
 
-One T after another is tried (forward, backward, update): two small ones, whose peaks foretell the limit, then from
-there until T fits and T + 1 runs out of memory, or --seconds are over.  A row per T: fits, step_s, peak_gib, host_gib.
+One T after another is tried (forward, backward, update): two small ones, whose peaks foretell the limit (once before,
+to compile), then from there until T fits and T + 1 runs out of memory, or --seconds are over.  A row per T: fits,
+step_s, peak_gib, host_gib, cap_gib.  --cap: the memory that torch may take, where less than the whole GPU is to be
+filled (the peaks are those of this process, so other processes may run beside it; the seconds then are theirs too).
+Several systems may compile beside each other and measure in turn: --ready FILE is made when this one has compiled,
+--after FILE,.. is waited for then.  --warm: compile and end.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # sizes change: no holes between them
 
 import stream_step
 import torch
@@ -31,7 +38,7 @@ WIDTHS = {"105b": dict(num_attention_heads=80, attention_head_dim=128, ffn_dim=4
 stream_step.WIDTHS |= WIDTHS
 H, W = 68, 120
 SYSTEMS = ("resident", "resident_checkpointed", "streamed", "streamed_dsa")
-KEYS = ("figure", "system", "shape", "layers", "width")
+KEYS = ("figure", "system", "shape", "layers", "width", "cap_gib")
 GPU = torch.cuda.is_available()
 Step = Callable[[dict[str, Any]], None]
 
@@ -82,13 +89,18 @@ def streamed(model: torch.nn.Module) -> tuple[Callable[..., Any], Callable[[], N
     return compiled(model), step, optimizer.zero_grad
 
 
-def probe(parts: tuple, T: int, text: int) -> dict[str, Any]:
-    """One whole step of a clip of T latent frames: does it fit, its seconds and peaks."""
-    forward, update, forget = parts
+def forget_cache() -> None:
+    """Memory of the allocator that nothing lives in goes back to the device."""
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def probe(parts: tuple, T: int, text: int) -> dict[str, Any]:
+    """One whole step of a clip of T latent frames: does it fit, its seconds and peaks."""
+    forward, update, forget = parts
+    forget_cache()
     kw = stream_step.inputs((T, H, W) if GPU else (T, 4, 6), text)
     torch._dynamo.maybe_mark_dynamic(kw["hidden_states"], 2)
     begun, fits = time.perf_counter(), True
@@ -109,12 +121,16 @@ def probe(parts: tuple, T: int, text: int) -> dict[str, Any]:
 
 
 def guess(found: dict[int, dict[str, Any]], capacity: float) -> int:
-    """T that fills the memory, from the line through the two largest that fit; above the only one that does."""
+    """T that fills the memory, from the line through the two largest that fit; above the only one that does.
+
+    Far from what was measured it stays 2 % below: a step that fits tells more than one that does not.
+    """
     fitting = sorted((t, r["peak_gib"]) for t, r in found.items() if r["fits"])[-2:]
     if len(fitting) == 1:
         return fitting[0][0] + 1
     (a, p), (b, q) = fitting
-    return a + int((capacity - p) * (b - a) / max(q - p, 1e-9))
+    at = lambda room: b + int((room - q) * (b - a) / max(q - p, 1e-9))
+    return at(capacity) if at(capacity) <= b + 2 else max(at(0.98 * capacity), b + 1)
 
 
 def search(
@@ -122,7 +138,7 @@ def search(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """T and its row until the limit stands between two neighbours, or no time is left for the next."""
     end, found, slow = time.monotonic() + seconds, {}, 0.0
-    for T in (first, first, first + 2, first + 2):  # the first of each may compile
+    for T in (first, first + 2):
         found[T] = run(T)
         yield T, found[T]
     while True:
@@ -142,14 +158,23 @@ def search(
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--system", choices=SYSTEMS, required=True)
-    p.add_argument("--layers", type=int, default=3)
+    p.add_argument("--layers", type=int, default=2)
     p.add_argument("--width", choices=sorted(stream_step.WIDTHS), default="105b")
     p.add_argument("--groups", type=int, help="offsets per token; default: one per head, up to 40")
     p.add_argument("--seconds", type=float, default=220, help="no step is begun that would end after them")
+    p.add_argument("--cap", type=float, help="GiB that may be filled; default: the whole GPU")
+    p.add_argument("--first", type=int, help="the first T; default: 4 (streamed), 2 (resident)")
+    p.add_argument("--ready", type=Path)
+    p.add_argument("--after", default="")
+    p.add_argument("--warm", action="store_true")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
     text = stream_step.WIDTHS[a.width]["text_dim"]
     begun = time.monotonic()
+    whole = torch.cuda.mem_get_info()[1] / 2**30 if GPU else 16.0
+    capacity = a.cap or whole - 1.5  # the context takes some of it
+    if a.cap and GPU:
+        torch.cuda.set_per_process_memory_fraction(a.cap / whole)
     model = stream_step.build(a.width, a.layers)
     params = sum(q.numel() for q in model.parameters()) / 1e9
     if a.system == "streamed_dsa":
@@ -159,17 +184,26 @@ def main() -> None:
     if a.system == "resident_checkpointed":
         model.enable_gradient_checkpointing()
     parts = (streamed if a.system.startswith("streamed") else resident)(model)
-    capacity = torch.cuda.mem_get_info()[1] / 2**30 - 1.5 if GPU else 16.0  # the context takes some of it
     held = torch.cuda.memory_allocated() / 2**30
     print(f"[{time.monotonic() - begun:.0f} s] {a.system}: {params:.2f} B parameters; {held:.1f} GiB before the first "
           f"step, {status('VmRSS'):.1f} of the host; {capacity:.1f} GiB may be filled", flush=True)
-    left = a.seconds - (time.monotonic() - begun)
-    start = 3 if a.system.startswith("streamed") else 2  # the window of sliding attention is 3 frames
-    for T, row in search(lambda T: probe(parts, T, text), start, capacity, left):
+    run = lambda T: probe(parts, T, text)
+    start = a.first or (4 if a.system.startswith("streamed") else 2)  # 3 is a case of its own: the whole of the window
+    for T in (start, start + 2):
+        print(f"[{time.monotonic() - begun:.0f} s] compiled at T = {T}: {run(T)}", flush=True)
+    forget_cache()
+    if a.ready:
+        a.ready.touch()
+    if a.warm:
+        return
+    while not all(Path(f).exists() for f in a.after.split(",") if f) and time.monotonic() - begun < a.seconds:
+        time.sleep(0.05)
+    for T, row in search(run, start, capacity, a.seconds - (time.monotonic() - begun)):
         row = dict(figure="clip", system=a.system, shape=[T, H, W], layers=a.layers, width=a.width,
-                   params_b=round(params, 3), tokens=T * H * W, frames=4 * T - 3, **row)
+                   params_b=round(params, 3), tokens=T * H * W, frames=4 * T - 3,
+                   cap_gib=a.cap, **row)
         print(f"[{time.monotonic() - begun:.0f} s]", row, flush=True)
-        save("papers", [row], KEYS, {"memory_gib": capacity + 1.5} if GPU else {}, a.out)
+        save("papers", [row], KEYS, {"memory_gib": whole} if GPU else {}, a.out)
 
 
 if __name__ == "__main__":

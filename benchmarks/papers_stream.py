@@ -1,7 +1,7 @@
 """Streaming beside the second paper: MFU with prefetch, without, with the optimizer on the GPU; forwards by size.
 
     python benchmarks/papers_stream.py mfu [--width 14b] [--layers 8] [--grids 5x30x52,21x30x52]
-    python benchmarks/papers_stream.py forward [--width 14b] [--layers 4,16,40] [--grids 5x30x52]
+    python benchmarks/papers_stream.py forward [--width 14b] [--sizes 4,16,40] [--grids 5x30x52]
 
 mfu: steps of one streamed model (no layer resident) at the width of Wan 14B.  prefetch: three streams, the AdamW of
 the CPU beside them, in two orders.  no prefetch: copies and kernels on one stream, the update at the end.  optimizer
@@ -17,7 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,10 @@ def streamed(width: str, layers: int, slots: int) -> tuple[torch.nn.Module, Engi
     return model, attach.engine_of(model), step, billions
 
 
-def mfu(width: str, layers: list[int], grids: list[tuple[int, int, int]], slots: int, n: int) -> Iterator[dict]:
+def mfu(width: str, layers: int, grids: list[tuple[int, int, int]], slots: int, n: int) -> Iterator[dict]:
     """Rows per grid, and per place and order of the update."""
-    model, engine, step, billions = streamed(width, layers[0], slots)
-    flops = {grid: forward_flops(width, layers[0], grid) for grid in grids}
+    model, engine, step, billions = streamed(width, layers, slots)
+    flops = {grid: forward_flops(width, layers, grid) for grid in grids}
     for system, update, driver in _drivers(model, engine, slots):
         for grid in grids:
             kw = inputs(grid, stream_step.WIDTHS[width]["text_dim"])
@@ -148,7 +148,7 @@ def mfu(width: str, layers: list[int], grids: list[tuple[int, int, int]], slots:
             getattr(driver, "flush", int)()
             ms = statistics.median(times)
             print(f"{system} {update} {grid}: {[round(t) for t in times]} losses {losses[0]:.5f} {losses[-1]:.5f}")
-            yield dict(figure="mfu", system=system, shape=list(grid), direction=update, layers=layers[0],
+            yield dict(figure="mfu", system=system, shape=list(grid), direction=update, layers=layers,
                        width=width, params_b=round(billions, 3), tokens=grid[0] * grid[1] * grid[2], step_ms=ms,
                        forward_ms=statistics.median(forward), mfu=3 * flops[grid] / (ms / 1e3) / PEAK,
                        hfu=4 * flops[grid] / (ms / 1e3) / PEAK,
@@ -196,19 +196,21 @@ def forwards(width: str, layers: list[int], grids: list[tuple[int, int, int]], s
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("part", choices=["mfu", "forward"])
+    p.add_argument("parts", nargs="+", choices=["mfu", "forward"])
     p.add_argument("--width", choices=sorted(stream_step.WIDTHS), default="14b")
-    p.add_argument("--layers", help="8 for mfu; 4,16,40 for forward")
-    p.add_argument("--grids", help="5x30x52,21x30x52 for mfu; 5x30x52 for forward")
+    p.add_argument("--layers", type=int, default=8, help="of mfu")
+    p.add_argument("--sizes", default="4,16,40", help="layers of forward")
+    p.add_argument("--grids", default="5x30x52,21x30x52", help="of mfu; forward takes the first")
     p.add_argument("--slots", type=int, default=3)
     p.add_argument("--steps", type=int, default=4)
     p.add_argument("--out", type=Path)
     a = p.parse_args()
-    layers = [int(x) for x in (a.layers or ("8" if a.part == "mfu" else "4,16,40")).split(",")]
-    named = a.grids or ("5x30x52,21x30x52" if a.part == "mfu" else "5x30x52")
-    grids = [tuple(int(x) for x in g.split("x")) for g in named.split(",")]
+    grids = [tuple(int(x) for x in g.split("x")) for g in a.grids.split(",")]
+    sizes = [int(x) for x in a.sizes.split(",")]
     begun = time.perf_counter()
-    for row in (mfu if a.part == "mfu" else forwards)(a.width, layers, grids, a.slots, a.steps):
+    rows = {"mfu": lambda: mfu(a.width, a.layers, grids, a.slots, a.steps),
+            "forward": lambda: forwards(a.width, sizes, grids, a.slots, a.steps)}
+    for row in chain.from_iterable(rows[part]() for part in a.parts):
         print(f"[{time.perf_counter() - begun:.0f} s]", row, flush=True)
         save("papers", [row], KEYS, {}, a.out)
 

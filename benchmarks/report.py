@@ -16,7 +16,7 @@ import report_plots as plots
 from _results import ROOT
 from report_dsa import dsa, dsa_step
 from report_papers import papers
-from report_parts import Results, Section, number, table
+from report_parts import Results, Section, both, number, table
 from report_readme import put
 
 DOCS = ROOT.parent / "docs"
@@ -31,21 +31,24 @@ def adaln(results: Results) -> Section | None:
     systems = [s for s in ("graphopt", "inductor", "inductor_max_autotune", "inductor_mix_order", "liger", "eager")
                if any(s in r["us"] for _, r in found)]
     size = lambda r: r["shape"][0] * r["shape"][1] * r["shape"][2]
-    lines, rivals = [], []
+    pairs: dict[tuple, dict[str, Row]] = {}
+    rivals = []
     for _, r in sorted(found, key=lambda fr: (fr[1]["kernel"], fr[1]["direction"] != "forward", -size(fr[1]))):
-        us = r["us"]
-        name = f"{r['kernel']} {r['direction']} {' x '.join(map(str, r['shape']))}"
+        us, shape = r["us"], " x ".join(map(str, r["shape"]))
         form = "" if r.get("form") in (None, "wan") else f" ({r['form']})"
-        lines.append([r["kernel"] + form, r["direction"], " x ".join(map(str, r["shape"])),
-                      *(number(us.get(s)) for s in systems), number(r.get("roofline"), 2)])
+        pairs.setdefault((r["kernel"] + form, -size(r), shape), {})[r["direction"]] = r
         best = min((us[s] for s in systems[1:] if s in us), default=None)
         if best is not None and "graphopt" in us and best <= 1.01 * us["graphopt"]:
-            rivals.append(f"{name} ({number(best)} against {number(us['graphopt'])} us)")
-    text = ("Whole compiled functions, second stage of the backward included; CUDA-graph replays, medians in "
-            "microseconds. The last column is the floor (bytes that must move, over the copy bandwidth measured in "
-            "that run) over graphopt's time. `inductor`: mix-order reduction off, because with it gradients are "
-            "wrong.\n\n"
-            + table(["kernel", "direction", "B x N x D", *systems, "of copy"], lines))
+            rivals.append(f"{r['kernel']} {r['direction']} {shape} ({number(best)} against "
+                          f"{number(us['graphopt'])} us)")
+    cell = lambda r, s: number(r["us"].get(s)) + ("\\*" if s in r.get("us_commit", {}) else "")
+    lines = [[kernel, shape, *(both(pair, lambda r, s=s: cell(r, s)) for s in systems),
+              both(pair, lambda r: number(r.get("roofline"), 2))] for (kernel, _, shape), pair in sorted(pairs.items())]
+    text = ("Forward / backward: whole compiled functions, second stage of the backward included; CUDA-graph replays, "
+            "medians in microseconds. The last column is the floor (bytes that must move, over the copy bandwidth "
+            "measured in that run) over graphopt's time. `inductor`: mix-order reduction off, because with it "
+            "gradients are wrong. \\*: of an earlier run than graphopt's.\n\n"
+            + table(["kernel", "B x N x D", *systems, "of copy"], lines))
     return Section("Fused norms and gates", sorted({f for f, _ in found}), text,
                    ("adaln", lambda p: plots.adaln([r for _, r in found], p)), rivals)
 
@@ -76,7 +79,7 @@ def step(results: Results) -> Section | None:
         for s in [s for s in order if s in same] + sorted(set(same) - set(order)):
             r = same[s]
             lines.append([k[0], k[1], str(k[2]), k[3], s, number(r.get("forward_ms"), 4), number(r["step_ms"], 4),
-                          number(r["peak_gib"], 4), number(r.get("grad_norm"), 5)])
+                          number(r["peak_gib"], 4), number(r.get("grad_norm"), 5), r.get("commit", "-")[:7]])
         if {"graphopt", "inductor_no_mix_order"} <= set(same):
             ours, theirs = same["graphopt"], same["inductor_no_mix_order"]
             if theirs["step_ms"] <= 1.005 * ours["step_ms"]:
@@ -86,9 +89,9 @@ def step(results: Results) -> Section | None:
                 rivals.append(f"{k[0]} {k[1]}, batch {k[2]}: Inductor's peak is {number(theirs['peak_gib'], 4)} GiB, "
                               f"graphopt's {number(ours['peak_gib'], 4)}")
     text = ("Forward and backward, no optimizer. A gradient norm that is not eager's is a wrong result, not a fast "
-            "one.\n\n"
+            "one. Rows of several commits are of several runs.\n\n"
             + table(["model", "grid", "batch", "layers", "system", "forward, ms", "step, ms", "peak, GiB",
-                     "gradient norm"], lines))
+                     "gradient norm", "commit"], lines))
     return Section("A training step", sorted({f for f, _ in found}), text,
                    ("step", lambda p: plots.step([r for _, r in found], p)), rivals)
 
@@ -142,7 +145,9 @@ def schedule(results: Results) -> Section | None:
               number(r.get("tokens_per_s"), 4), per_cent(r.get("mape"), 2)]
              for r in sorted((r for _, r in found), key=key)]
     text = ("Simulated: per cent of a plan without any waiting. Measured: mean busy time of the ranks over the wall "
-            "time of the slowest.\n\n"
+            "time of the slowest. Data A: 150 shapes of images and video, 256 to 97,200 tokens; C: capped at 32,760 "
+            "([planning](planning.md)). `simulated with the fit` takes the cost fitted on this GPU, the other "
+            "simulations that of Wan 14B: compare tokens/s within one kind only.\n\n"
             + table(["", "data", "ranks", "policy", "tau", "mode", "%", "CV of steps, %", "tokens/s",
                      "error of prediction, %"], lines))
     return Section("Batch plans", sorted({f for f, _ in found}), text,

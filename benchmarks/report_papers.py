@@ -69,7 +69,8 @@ def longest(results: Rows) -> str:
         return MISSING
     base = by["eager"]["tokens"]
     return f"{base:,} in eager; " + ", ".join(
-        f"{by[s]['tokens']:,} ({by[s]['tokens'] / base - 1:+.0%}) {name}"
+        ("" if by[s].get("exact", True) else "at least ")
+        + f"{by[s]['tokens']:,} ({by[s]['tokens'] / base - 1:+.0%}) {name}"
         for s, name in (("inductor_no_mix_order", "Inductor"), ("graphopt", "graphopt")) if s in by)
 
 
@@ -119,27 +120,35 @@ SYSTEMS = {"resident": "resident dense", "resident_checkpointed": "resident dens
 
 
 def clips(results: Rows) -> str:
-    """The largest clip at 1080p of each system, and the first that ran out of memory."""
-    parts = []
-    for system, name in SYSTEMS.items():
-        rows = sorted((r for _, r in results.rows("papers", figure="clip", system=system)), key=lambda r: r["frames"])
-        fitting, failed = [r for r in rows if r["fits"]], [r for r in rows if not r["fits"]]
-        if fitting:
-            r = fitting[-1]
+    """The largest clip at 1080p of each system, and the first that ran out of memory; by how much might be filled."""
+    found = [r for _, r in results.rows("papers", figure="clip")]
+    texts = []
+    for cap in sorted({r.get("cap_gib") for r in found}, key=lambda c: -(c or 1e9)):
+        parts = []
+        for system, name in SYSTEMS.items():
+            rows = sorted((r for r in found if r["system"] == system and r.get("cap_gib") == cap),
+                          key=lambda r: r["frames"])
+            fitting, failed = [r for r in rows if r["fits"]], [r for r in rows if not r["fits"]]
             end = f"{failed[0]['frames']} out of memory" if failed else "its limit was not reached"
-            parts.append(f"{name}: {r['frames']} frames ({r['tokens']:,} tokens, {r['step_s']:.1f} s a step, "
-                         f"{r['peak_gib']:.0f} GiB, host {r['host_gib']:.0f} GiB; {end})")
-    if not parts:
+            if fitting:
+                r = fitting[-1]
+                seconds = "" if cap else f"{r['step_s']:.1f} s a step, "  # capped, others ran on the GPU beside it
+                parts.append(f"{name}: {r['frames']} frames ({r['tokens']:,} tokens, {seconds}"
+                             f"{r['peak_gib']:.0f} GiB, host {r['host_gib']:.0f} GiB; {end})")
+            elif failed:
+                parts.append(f"{name}: none ({end})")
+        texts.append(("the whole GPU: " if cap is None else f"{cap:.0f} GiB of it: ") + "; ".join(parts))
+    if not texts:
         return MISSING
-    size = next(r for _, r in results.rows("papers", figure="clip"))
-    return (f"{size['layers']} layers of a 105 B model's width ({size['params_b']:.1f} B parameters): "
-            + "; ".join(parts))
+    sizes = sorted({(r["layers"], r["params_b"]) for r in found})
+    layers = " or ".join(f"{n} layers ({b:.1f} B parameters)" for n, b in sizes)
+    return f"{layers} of a 105 B model's width; " + ". ".join(texts)
 
 
 def clip_steps(results: Rows) -> str:
     """Seconds of a dense and of a sliding step at the largest clip that both ran."""
-    by = {s: {r["frames"]: r for _, r in results.rows("papers", figure="clip", system=s) if r["fits"]}
-          for s in ("streamed", "streamed_dsa")}
+    by = {s: {r["frames"]: r for _, r in results.rows("papers", figure="clip", system=s)
+              if r["fits"] and not r.get("cap_gib")} for s in ("streamed", "streamed_dsa")}
     both = sorted(set(by["streamed"]) & set(by["streamed_dsa"]))
     if not both:
         return MISSING

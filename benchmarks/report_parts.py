@@ -56,3 +56,10 @@ def number(value: float | None, digits: int = 3) -> str:
         return "0"
     text = f"{value:.{digits}g}"
     return f"{float(text):,.0f}" if abs(value) >= 10 ** (digits - 1) else text
+
+
+def both(pair: dict[str, Row], value: Callable[[Row], str],
+         directions: tuple[str, ...] = ("forward", "backward")) -> str:
+    """A cell of several directions, `1.2 / 3.4`; one dash if there is none of them."""
+    cells = [value(pair[d]) if d in pair else "-" for d in directions]
+    return "-" if set(cells) == {"-"} else " / ".join(cells)

@@ -132,6 +132,8 @@ class Serial:
         self.opt = opt
 
     def step(self) -> None:
+        if GPU:  # the launches run ahead: without this the first updates would start under the last layers' backward
+            torch.cuda.synchronize()
         self.opt.step()
         self.opt.flush()
 
@@ -294,13 +296,16 @@ def order(
     model, step, kw: dict, engine, driver, opt, timeline: Path | None, label: str, n: int, warm: int, say
 ) -> dict:
     """Steps in one order of the update: what was measured."""
+    steps(step, kw, driver, warm, 0)
     if GPU:
         torch.cuda.reset_peak_memory_stats()
     misses, worked, waited = engine.ring.misses, opt.updates.worked, engine.ring.waited
-    times, forward, losses = steps(step, kw, driver, n, warm)
+    n -= warm
+    times, forward, losses = steps(step, kw, driver, n, 0)
     opt.flush()
     ms = statistics.median(times)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
+    buffers, pool = engine.replays.nbytes
+    peak = (torch.cuda.max_memory_allocated() + pool) / 2**30 if GPU else 0.0  # a pool's memory counts as free
     say(f"{label}: step {ms:.1f} ms ({min(times):.1f}-{max(times):.1f}), forward {statistics.median(forward):.1f}, "
         f"peak {peak:.2f} GiB, AdamW {1e3 * (opt.updates.worked - worked) / n:.0f} ms and host waits "
         f"{1e3 * (engine.ring.waited - waited) / n:.0f} ms a step, misses {engine.ring.misses - misses}, "
@@ -321,7 +326,6 @@ def order(
             f"{ups * bytes_up / count / max(1e-9, busy(line.spans, 'upload')) / 1e9:.1f} GB/s")
         print(line, flush=True)
     reserved = torch.cuda.max_memory_reserved() / 2**30 if GPU else 0.0
-    buffers, pool = engine.replays.nbytes
     if engine.replays.recorded:
         say(f"{label}: {engine.replays.recorded} graphs, {engine.replays.replayed} replays, inputs "
             f"{buffers / 2**30:.3f} GiB, pool {pool / 2**30:.3f} GiB, reserved {reserved:.2f}")

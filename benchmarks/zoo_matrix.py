@@ -117,11 +117,19 @@ def row_of(name: str, variant: str, compiler: str, device: str) -> dict[str, Any
     return row | {"seconds": round(time.perf_counter() - start, 1)}
 
 
-def in_processes(jobs: list[tuple[str, str, str]], device: str, workers: int, end: float) -> Iterator[dict[str, Any]]:
-    """Rows from a process of its own per job, so many at a time, none started after `end`."""
+def kept(row: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """The row, written to the result file."""
+    save("zoo_matrix", [row], ("model", "variant", "compiler"), {}, out)
+    return row
+
+
+def in_processes(
+    jobs: list[tuple[str, str, str]], device: str, workers: int, end: float, out: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Rows from a process of its own per job, which writes its row; so many at a time, none started after `end`."""
     fork = multiprocessing.get_context("fork")  # before CUDA is touched: nothing is imported again
     results = fork.Queue()
-    work = lambda job: results.put(row_of(*job, device))
+    work = lambda job: results.put(kept(row_of(*job, device), out))
     running: list[tuple[Any, tuple[str, str, str]]] = []
     waiting = list(jobs)
     while waiting or running:
@@ -157,20 +165,16 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     jobs = [(n, v, c) for c in args.compiler.split(",") for v in args.variants.split(",") for n in args.entries]
     if args.workers:
-        rows = in_processes(jobs, "cuda", args.workers, time.time() + args.seconds)
+        rows = in_processes(jobs, "cuda", args.workers, time.time() + args.seconds, args.out)
     else:
-        rows = (row_of(*job, "cuda" if torch.cuda.is_available() else "cpu") for job in jobs)
-    bad, count, kept = 0, 0, []
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        rows = (kept(row_of(*job, device), args.out) for job in jobs)
+    bad, count = 0, 0
     for row in rows:
         count += 1
         bad += not row["holds"] and not row.get("torch_is_wrong")
         print(row, flush=True)
-        kept.append(row)
-        if not args.workers:  # a forked parent must not ask for the GPU before its last child
-            save("zoo_matrix", [row], ("model", "variant", "compiler"), {}, args.out)
         gc.collect()
-    if args.workers:
-        save("zoo_matrix", kept, ("model", "variant", "compiler"), {}, args.out)
     print(f"{count} rows, {len(jobs) - count} not run, {bad} outside the contract", flush=True)
     sys.exit(bad > 0)
 

@@ -221,6 +221,9 @@ class Backward(Base):
 
     def behind_norm(self, i: int, prefix: str, norm: str, w: str, hat: str) -> str:
         """The gradient of what was normed."""
+        if norm == "layer_norm" and self.spec.D == 1:
+            # w is its own mean; the compiler would contract `dy * gain - mean_w`, and rstd is 1 / sqrt(eps)
+            return f"{w}_{i} * 0.0 * {prefix}rstd"
         centred = f"{w}_{i} - {prefix}mean_w" if norm == "layer_norm" else f"{w}_{i}"
         return f"({centred} - {hat}_{i} * {prefix}mean_wx) * {prefix}rstd"
 

@@ -203,8 +203,8 @@ class Base:
         """The sum over D of an expression."""
         return " + ".join(f"tl.sum({sums}, 0)" for sums in self.by_width(part))
 
-    def centre_of_row(self, name: str, part: str) -> None:
-        """`name` = mean over D, right to the last bit of an exact sum.
+    def centre_of_row(self, name: str, total: str) -> None:
+        """`name` = a sum over D, divided by D to the last bit.
 
         A row of one 16-bit value has an exact sum, and must lose nothing when its mean is taken away: 1/D is rounded
         where D is no power of two, and the compiler contracts `x - sum * (1/D)` into one fma, so that not even rounding
@@ -212,9 +212,9 @@ class Base:
         """
         D = self.spec.D
         if D & (D - 1) == 0:
-            self.mean_over_row(name, part)
+            self(f"{name} = ({total}) * {1.0 / D!r}")
             return
-        self(f"whole = {self.sum_over_row(part)}")
+        self(f"whole = {total}")
         self(f"{name} = whole * {1.0 / D!r}")
         self(f"{name} = tl.fma(tl.fma({name}, {-float(D)!r}, whole), {1.0 / D!r}, {name})")
 

@@ -100,8 +100,10 @@ class Forward(Base):
         if norm == "layer_norm":
             # a sum of D equal values is exact with 8 bits for a value (bf16) and 16 for D, with 11 (fp16) and 13
             exact = s.dtype(of) == torch.bfloat16 or (s.dtype(of) == torch.float16 and s.D <= 8192)
-            mean = self.centre_of_row if exact else self.mean_over_row
-            mean(f"{prefix}mean", f"{of}_{{i}}")
+            if exact:
+                self.centre_of_row(f"{prefix}mean", self.sum_over_row(f"{of}_{{i}}"))
+            else:
+                self.mean_over_row(f"{prefix}mean", f"{of}_{{i}}")
             for i in self.blocks:
                 self(f"centred_{i} = {self.zero_outside(i, f'{of}_{i} - {prefix}mean')}")
             if not exact:  # what rounding the mean lost
@@ -195,7 +197,10 @@ class Forward(Base):
             with self.over_chunks():
                 load()
                 self(f"total += {self.zero_outside(0, f'{of}_0')}")
-            self(f"{mean} = tl.sum(total, 0) * {1.0 / D!r}")
+            if self.spec.dtype(of) == torch.float32:
+                self(f"{mean} = tl.sum(total, 0) * {1.0 / D!r}")
+            else:
+                self.centre_of_row(mean, "tl.sum(total, 0)")
             self(f"total = tl.zeros([{width}], tl.float32)")
         self(f"squares = tl.zeros([{width}], tl.float32)")
         with self.over_chunks():

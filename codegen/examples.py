@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from graphopt.codegen import readiness, tuned
-from graphopt.codegen.compiler import Unit, unit_of
+from graphopt.codegen.compiler import Unit, gpu_target, unit_of
 from graphopt.codegen.emit import emit
 from graphopt.codegen.emit_sums import emit_sums, tile
-from graphopt.codegen.form import FUSIONS, OPERANDS, decode_outputs
+from graphopt.codegen.form import FUSIONS, OPERANDS, OUTPUT_PARTS, ROUNDING_POINTS, decode_outputs
 from graphopt.codegen.spec import MAX_D, KernelSpec
 from graphopt.errors import CodegenError
 
 # a factor against x [2, 4096, D]: one row per sample, one for all, one per token
 LAYOUTS = {"group": (2, 1), "vector": (), "token": (2, 4096)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NORMS = ("layer_norm", "rms_norm")
 OUTPUTS = {"none": "", "norm": "plain", "modulate": "scale+shift", "modulates": "scale+shift scale+shift"}
 
 
@@ -27,12 +28,20 @@ def example(
 ) -> list[KernelSpec]:
     """Specs of the kernels of a fusion (form.FUSIONS), forward first.
 
-    CodegenError for a name, width, dtype or layout that does not exist, with what does.
+    CodegenError for a name, width, dtype, layout, norm, output, rounding or target that does not exist, with what does.
     """
-    for what, given, known in (("kernel", fusion, FUSIONS), ("dtype", dtype, DTYPES), ("dtype", factors, DTYPES),
-                               ("layout", layout, LAYOUTS)):
-        if given not in known:
-            raise CodegenError(f"unknown {what} {given!r}", remedy=f"known are {', '.join(known)}")
+    given_parts = {part for word in (outputs or "plain").split() for part in word.split("+")}
+    points = [item.partition("=") for item in rounding.split()]
+    for what, given, known in (
+        ("kernel", (fusion,), FUSIONS), ("dtype", (dtype, factors), DTYPES), ("layout", (layout,), LAYOUTS),
+        ("norm", (norm or NORMS[0],), NORMS), ("part of an output", given_parts, ("plain", *OUTPUT_PARTS)),
+        ("rounding point", [p for p, _, _ in points], ROUNDING_POINTS),
+        ("dtype of a rounding point", [d for _, _, d in points], ("bfloat16", "float16", "float32")),
+    ):
+        for name in given:
+            if name not in known:
+                raise CodegenError(f"unknown {what} {name!r}", remedy=f"known are {', '.join(known)}")
+    gpu_target(target)
     if not 1 <= D <= MAX_D:
         raise CodegenError(f"no kernel for D = {D}: supported are 1 to {MAX_D}")
     f = FUSIONS[fusion]

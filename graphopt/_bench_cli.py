@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 
@@ -105,17 +105,25 @@ def command(name: str, arguments: list[str]) -> list[str]:
         raise ConfigError(f"unknown benchmark {name!r}", remedy=(f"did you mean {near[0]!r}? " if near else "")
                           + f"known are {', '.join(BENCHMARKS)}")
     entry = BENCHMARKS[name]
-    if "--help" not in arguments and entry.gpus > gpu_count():
+    if "--help" not in arguments and entry.gpus and entry.gpus > gpu_count():  # counting imports torch
         raise ConfigError(f"{name} needs {entry.gpus} GPU(s), torch sees {gpu_count()}",
                           remedy="`graphopt bench` lists those that need none; `graphopt doctor` examines this machine")
+    runner = [sys.executable, str(Path(__file__).with_name("_script.py"))]
+    launcher = [*runner, "-m", "torch.distributed.run", f"--nproc-per-node={gpu_count()}", "--no-python"]
     script = str(folder() / f"{entry.script}.py")
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={gpu_count()}"] if entry.gpus > 1 else []
-    return [sys.executable, *launcher, script, *(arguments or entry.arguments)]
+    return [*(launcher if entry.gpus > 1 else ()), *runner, script, *(arguments or entry.arguments)]
 
 
-def call(line: list[str]) -> int:
+def call(line: list[str], output: IO[str] | None = None) -> int:
     """Run it; Ctrl-C reaches it, and its rows so far stay.  Returns its exit code, 130 after Ctrl-C."""
-    child = subprocess.Popen(line)
+    held = {signal.SIGINT} if hasattr(signal, "pthread_sigmask") else set()
+    if held:
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)  # the child's too, until _script.py can catch it
+    try:
+        child = subprocess.Popen(line, stdout=output)
+    finally:
+        if held:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
     try:
         return child.wait()
     except KeyboardInterrupt:
@@ -145,7 +153,8 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="A benchmark; without one, they are listed.")] = "",
     everything: Annotated[bool, typer.Option("--all", help="Every benchmark this machine has the GPUs for.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the result files written, as JSON, at the end.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print nothing but the result files written, as JSON; the "
+                                                       "scripts' own output goes to stderr.")] = False,
 ) -> None:
     """Run a benchmark and write its result file; all other arguments are the script's own.
 
@@ -166,7 +175,7 @@ def bench(
         line = command(chosen, list(context.args))
         about = f"[{i + 1}/{len(names)}] {chosen}, about {BENCHMARKS[chosen].minutes} min"
         typer.echo(f"{about}: {' '.join(line[1:])}", err=True)
-        code = call(line)
+        code = call(line, sys.stderr if json_ else None)
         if code == 130:
             raise KeyboardInterrupt
         if code:

@@ -29,6 +29,13 @@ def _fail(error: GraphoptError) -> typer.Exit:
     return typer.Exit(2)
 
 
+def _width(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise CodegenError(f"no width: {text!r}", remedy="give numbers: --widths 1152,5120") from None
+
+
 @app.command()
 def show(
     name: Annotated[str, typer.Argument(help="A fusion (norm_modulate) or one kernel of it (norm_modulate_backward).")],
@@ -91,7 +98,7 @@ def compile_(
             gpu_target(t)
         kind: dict[str, Any] = dict(dtype=dtype, factors=factors, layout=layout, norm=norm)
         each = [(t, u) for t in targets for f in (fusions.split(",") if fusions else FUSIONS)
-                for D in widths.split(",") for u in units(example(f, int(D), target=t, **kind))]
+                for D in map(_width, widths.split(",")) for u in units(example(f, D, target=t, **kind))]
     except CodegenError as error:
         raise _fail(error) from error
     try:

@@ -21,6 +21,8 @@ BACKWARD_UNITS, BACKWARD_S = 131, 0.57e-3
 # on the peaks of Wan 1.3B (7,800 and 32,760 tokens) and of the 14B's width (7,800)
 HELD_UNITS = 21.7
 HELD_INNER_UNITS = 1.56
+# beside it, where layers are replayed as CUDA graphs: buffers of inputs and of an output's gradient, as wide as a token
+GRAPH_UNITS = 2.3
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 

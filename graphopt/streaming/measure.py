@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -150,14 +152,20 @@ def _device_rates(device: torch.device) -> dict[str, float]:
     return {**found, "attention_backward": 2.5 * scores / backward}
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The best of a few runs, on the device's clock."""
-    best = float("inf")
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(torch.cuda.current_stream(device))
+def _seconds(work: Callable[[], Any], device: torch.device, seconds: float = 0.5) -> float:
+    """The time of one run on the device's clock, as in a long step: at the clocks it keeps up, not at the first ones.
+
+    Products and attention take all the power a GPU may use, so its clocks fall within a tenth of a second.
+    """
+    stream, events = torch.cuda.current_stream(device), [torch.cuda.Event(enable_timing=True)]
+    events[0].record(stream)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(events) < 8:
         work()
-        end.record(torch.cuda.current_stream(device))
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3)
-    return best
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record(stream)
+        if len(events) > 8:  # a few runs ahead of the device, no more
+            events[-8].synchronize()
+    events[-1].synchronize()
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return statistics.median(times[len(times) // 2:]) / 1e3

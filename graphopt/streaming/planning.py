@@ -87,7 +87,7 @@ class StreamPlan:
 def stream_plan(
     model: nn.Module, tokens: int, *, slots: int = 2, resident: Any = "auto", update: str = "deferred",
     ema: float | None = None, accumulate: int = 1, rates: costs.Rates | None = None, layers: Any = None,
-    order: Sequence[str] | None = None, micro: int = 1, sequence: int | None = None,
+    order: Sequence[str] | None = None, micro: int = 1, sequence: int | None = None, graphs: bool | None = None,
 ) -> StreamPlan:
     """Plan the streaming of a model (which may be on meta, and may be streamed already).
 
@@ -95,7 +95,8 @@ def stream_plan(
     accumulate: as for HostAdamW.  rates: measured ones of your machine (graphopt.schedule.stream_plan.Rates).
     order: names of layers as the forward calls them (default: each once, as they stand in the model).  micro:
     micro-batches that go through the layers together (graphopt.layer_major); tokens are those of all.  sequence: tokens
-    that attend to each other (default: those of one micro-batch).
+    that attend to each other (default: those of one micro-batch).  graphs: layers are replayed as CUDA graphs, which
+    takes memory of its own (default: as a streamed model does now; a model that is not streamed yet: no).
     Raises StreamError where the model cannot be streamed, ConfigError for bad values.
     """
     if update not in MODES or tokens < 1 or slots < 1 or micro < 1:
@@ -120,7 +121,7 @@ def stream_plan(
     return StreamPlan(
         layers=len(plan), resident=len(everything) - len(plan),
         classes=dict(Counter(x.fqn.rsplit(".", 1)[0] for x in plan)),
-        activations=_activations(used, tokens, micro),
+        activations=_activations(used, tokens, micro, _replays(model) if graphs is None else graphs),
         host=_host(plan, ema, accumulate), device=_device(model, plan, slots, ema), uploaded=uploaded,
         downloaded=downloaded, bound=costs.bound(order_of_costs, rates, slots, update), step_s=_steady(schedule, line),
         update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order_of_costs, rates),
@@ -206,14 +207,23 @@ def _host(plan: list[HostLayer], ema: float | None, accumulate: int) -> dict[str
     return parts
 
 
-def _activations(used: list[HostLayer], tokens: int, micro: int) -> dict[str, int]:
-    widest = 0.0
+def _replays(model: nn.Module) -> bool:
+    """Are a streamed model's layers replayed as graphs at present?"""
+    streamed = [e for e in map(handles.entry_of, model.parameters()) if e is not None]
+    return bool(streamed) and streamed[0].layer.engine.replays.active
+
+
+def _activations(used: list[HostLayer], tokens: int, micro: int, graphs: bool) -> dict[str, int]:
+    widest = fixed = 0.0
     kept = 0
     for x in used:
         width, inner, size = _width(x)
         kept += tokens * width * size
-        widest = max(widest, (costs.HELD_UNITS * width + costs.HELD_INNER_UNITS * inner) * size)
-    return {"inputs of layers": kept, "one layer": int(max(1, tokens // micro) * widest)}
+        one = (costs.HELD_UNITS * width + costs.HELD_INNER_UNITS * inner) * size
+        widest, fixed = max(widest, one), max(fixed, costs.GRAPH_UNITS * width * size)
+    each = max(1, tokens // micro)
+    parts = {"inputs of layers": kept, "one layer": int(each * widest)}
+    return parts | ({"inputs of graphs": int(each * fixed)} if graphs else {})
 
 
 def _width(layer: HostLayer) -> tuple[int, int, int]:

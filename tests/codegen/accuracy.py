@@ -1,11 +1,22 @@
 """How far a form's kernels are from fp64 eager, next to eager in the kernel's own dtype.
 
-Rule (relative L2 against fp64 eager): bf16 and fp16 results at most 1.25x the error of eager in that dtype, fp32 ones at
-most max(1e-5, 1.25x eager's); gradients the same, in the dtype of their leaf.
+Rule (relative L2 against fp64 eager, of all trials together): bf16 and fp16 results at most 1.25x the error of eager in
+that dtype, fp32 ones at most max(1e-5, 1.25x eager's); gradients the same, in the dtype of their leaf.  Where the truth
+is zero (behind a layer norm of one channel), the same for root mean squares of errors.
+
+`apart`, for cases of few elements: a row of three values has a variance below v in a share of draws that is proportional
+to v, and squared relative errors grow with 1 / v, so their expectation diverges, and the figure of all trials is that of
+one or two of them however many there are.  (gate_norm_modulates, [1, 1, 3], bf16: of the first 128 trials one has a
+gradient 18 times as large as that of any other.  With 4,096 trials of the reference in 32 blocks, our figure of a block is
+0.15 to 1.12 times eager's; the geometric mean, 0.42 to 0.52 times.)  Three things are asked instead, of relative errors of
+single trials: their geometric mean is within the rule; so is that of the eighth of all trials in which either side is
+farthest off, so that ill-conditioned rows are no worse than eager's; and no trial is off by 32 times what eager is there,
+or usually is (10 times is the most in those trials), so that a trial that is wrong is seen.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +28,9 @@ from torch import Tensor
 from graphopt.codegen import kernels
 
 LARGE = 4_000_000  # elements of x
+ZERO = 1e-10  # a truth of this root mean square is zero: fp64 that was rounded; operands and cotangents are around 1
+MOST = 1.25  # times eager's error
+TAIL, SINGLE = 1 / 8, 32  # see `apart`
 # name -> dtype of the activations, dtype of the factors
 DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16), "bf16-fp32": (torch.bfloat16, torch.float32),
@@ -27,25 +41,42 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Relative L2 errors of one tensor, ours and eager's, and what ours may be."""
+    """Relative L2 errors of one tensor, ours and eager's, and what ours may be.
+
+    Of single trials (`apart`): `tail`, the same of those farthest off; `single`, the largest ratio of ours to eager's.
+    """
 
     name: str
     ours: float
     eager: float
     dtype: torch.dtype
+    tail: tuple[float, float] = (0.0, 0.0)
+    single: float = 0.0
+
+    @property
+    def floor(self) -> float:
+        """What may be off whatever eager does."""
+        return 1e-5 if self.dtype == torch.float32 else 1e-6
+
+    def allowed(self, eager: float) -> float:
+        """The largest error allowed, where this is eager's."""
+        return max(self.floor, MOST * eager)
 
     @property
     def limit(self) -> float:
         """The largest error allowed."""
-        return max(1e-5 if self.dtype == torch.float32 else 1e-6, 1.25 * self.eager)
+        return self.allowed(self.eager)
 
     @property
     def ratio(self) -> float:
-        """Our error in units of the limit."""
-        return self.ours / self.limit
+        """Our error in units of the limit; of several, the nearest to its limit."""
+        each = [self.ours / self.limit, self.tail[0] / self.allowed(self.tail[1]), self.single / SINGLE]
+        return math.nan if any(map(math.isnan, each)) else max(each)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.ours:.3e}, eager {self.eager:.3e}, limit {self.limit:.3e}"
+        text = f"{self.name}: {self.ours:.3e}, eager {self.eager:.3e}, limit {self.limit:.3e}"
+        more = f"; farthest off {self.tail[0]:.3e}, eager {self.tail[1]:.3e}; one trial {self.single:.1f} x eager's"
+        return text + more if self.single else text
 
 
 @contextmanager
@@ -108,15 +139,15 @@ def measure(
 ) -> list[Measured]:
     """Every output and gradient, over the trials together (a few elements alone would measure luck).
 
-    Asserts dtypes, shapes and that everything is finite; with `twice`, that a second run gives the same bits.  With
-    `apart`, errors are those of single trials, their geometric mean: of three elements with a small variance the errors
-    are so much larger than all others that one such trial decides the sum.
+    Asserts dtypes, shapes and that everything is finite; with `twice`, that a second run gives the same bits.  `apart`:
+    see the module's text.
     The device is waited for once, at the end: a GPU shared by many processes is slow to answer.
     """
     same: list[Tensor] = []
     finite: list[Tensor] = []
     sums: list[Tensor] = []  # per trial and tensor: squared error, squared error of eager, squared norm
     dtypes: dict[str, torch.dtype] = {}
+    sizes: list[int] = []
     for t in trials:
         outs = call(form, t, *attributes(form, dtype), engine="triton")
         cotangents = [torch.randn(o.shape, device=o.device).to(o.dtype) for o in outs]
@@ -136,11 +167,10 @@ def measure(
         rough_t = with_leaves(t, [v.detach().clone().requires_grad_() for v in leaves(t)])
         rough = chain(form, rough_t)
         rough_grads = gradients(rough, rough_t, cotangents)
-        if t["x"].shape[-1] == 1:  # a norm over one channel amplifies the rounding of dy * gain by 1 / sqrt(eps)
-            got = want = rough_grads = []
         triples = [(f"output {i}", *v) for i, v in enumerate(zip(outs, truth, [r.to(dtype) for r in rough], strict=True))]
         triples += [(f"gradient {i}", *v) for i, v in enumerate(zip(got, want, rough_grads, strict=True))]
         dtypes = {name: a.dtype for name, a, *_ in triples}
+        sizes = [a.numel() for _, a, *_ in triples]
         sums.append(torch.stack([
             v.square().sum() for _, a, b, c in triples
             for v in (a.detach().double() - b, c.detach().double() - b, b)
@@ -150,16 +180,27 @@ def measure(
     assert all(torch.cat(finite).tolist()), f"not finite: {torch.stack(finite).tolist()}"
     each = torch.stack(sums).unflatten(1, (-1, 3))
     names = list(dtypes)
-    if apart:
-        floor = torch.tensor([1e-6 if d == torch.float32 else torch.finfo(d).eps / 10 for d in dtypes.values()])
-        # of a trial whose truth is zero everywhere, no error is 0 and any error is infinite
-        ratios = torch.where(each[..., 2:] > 0, each[..., :2] / each[..., 2:], each[..., :2] / 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
-        errors = ratios.sqrt().cpu().clamp_min(floor[:, None]).log().mean(0).exp().tolist()
-        sizes = each[..., 2].sum(0).tolist()
-    else:
-        totals = each.sum(0)
-        errors, sizes = (totals[:, :2] / totals[:, 2:]).sqrt().tolist(), totals[:, 2].tolist()
-    return [Measured(name, *pair, dtypes[name]) for name, pair, size in zip(names, errors, sizes, strict=True) if size > 0]
+    each = each.cpu()
+    totals = each.sum(0)
+    counts = torch.tensor([[max(1.0, float(len(sums) * n))] for n in sizes])
+    zero = totals[:, 2:] <= ZERO**2 * counts
+    together = (totals[:, :2] / torch.where(zero, counts, totals[:, 2:])).sqrt()
+    if not apart:
+        return [Measured(name, *pair, dtypes[name]) for name, pair in zip(names, together.tolist(), strict=True)]
+    return [Measured(name, *pair, dtypes[name]) if is_zero else apart_of(name, each[:, i], dtypes[name])
+            for i, (name, pair, is_zero) in enumerate(zip(names, together.tolist(), zero.flatten().tolist(), strict=True))]
+
+
+def apart_of(name: str, each: Tensor, dtype: torch.dtype) -> Measured:
+    """A tensor judged by single trials; each: [trials, (squared error, eager's, squared norm)]."""
+    floor = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 10
+    # of a trial whose truth is zero everywhere, no error is 0 and any error is infinite
+    relative = torch.where(each[:, 2:] > 0, each[:, :2] / each[:, 2:], each[:, :2] / 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
+    logs = relative.sqrt().clamp_min(floor).log()
+    far = logs.amax(1).topk(max(1, round(TAIL * len(logs)))).indices
+    usual, tail = logs.mean(0), logs[far].mean(0).exp().tolist()
+    single = (logs[:, 0] - torch.maximum(logs[:, 1], usual[1])).max().exp().item()
+    return Measured(name, *usual.exp().tolist(), dtype, tuple(tail), single)
 
 
 def compare(form: Form, trials: Iterable[dict], dtype: torch.dtype) -> None:

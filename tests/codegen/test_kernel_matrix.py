@@ -71,6 +71,46 @@ def test_a_wrong_kernel_is_seen(device: str, monkeypatch) -> None:
     assert "D=17 B=1 S=5 output 0" in row["failed"][0]
 
 
+def few(D: int, wrong: dict[int, float], monkeypatch) -> list[accuracy.Measured]:
+    """32 trials of three rows of the reference, judged as small cases are, its last output scaled in some trials."""
+    call, turn = accuracy.call, itertools.count()
+    scaled = lambda outs: [*outs[:-1], outs[-1] * wrong.get(next(turn), 1.0)]
+    monkeypatch.setattr(accuracy, "call", lambda *a, **k: scaled(call(*a, engine="reference")))
+    form, trials = accuracy.trials_of(plain("norm_modulate"), 1, 3, D, "bf16", "cpu", seeds=32)
+    return accuracy.measure(form, trials, torch.bfloat16, apart=True)
+
+
+def test_a_small_case_that_is_right_is_within(monkeypatch) -> None:
+    assert max(m.ratio for m in few(3, {}, monkeypatch)) <= 1
+
+
+def test_a_wrong_trial_among_many_small_ones_is_seen(monkeypatch) -> None:
+    """The typical trial is right, and the geometric mean alone would not tell."""
+    output, *_ = few(3, {7: 1.25}, monkeypatch)
+    assert output.ours <= output.limit
+    assert output.ratio > 1
+
+
+def test_small_errors_in_all_trials_are_seen(monkeypatch) -> None:
+    output, *_ = few(3, dict.fromkeys(range(32), 1.01), monkeypatch)
+    assert output.ours > output.limit
+    assert output.ratio > 1
+
+
+def test_where_the_truth_is_zero_the_error_itself_counts(monkeypatch) -> None:
+    """The gradient of x behind a layer norm of one channel is 0: 1e-4 of it is an error without a size to compare with."""
+    assert max(m.ratio for m in few(1, {}, monkeypatch)) <= 1
+    gradients, turn = accuracy.gradients, itertools.count()
+
+    def off(*args: Any) -> list[torch.Tensor]:
+        """Of each trial's three calls (ours, fp64, eager) the first has an error."""
+        dx, *others = gradients(*args)
+        return [dx + 1e-4 if next(turn) % 3 == 0 else dx, *others]
+
+    monkeypatch.setattr(accuracy, "gradients", off)
+    assert few(1, {}, monkeypatch)[1].ratio > 1
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_what_is_recorded_is_what_is_launched(fusion: str, device: str, monkeypatch) -> None:

@@ -75,7 +75,8 @@ def serve() -> None:
 @functools.cache
 def _server() -> subprocess.Popen:
     hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION")
-    env = {k: v for k, v in os.environ.items() if k not in hidden} | {"OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if k not in hidden} | {
+        "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # asking the driver itself would spoil forked processes
     server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     atexit.register(server.kill)
     return server

@@ -37,6 +37,18 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+SLEEPING = """
+import os, sys, time
+open(os.environ["GRAPHOPT_RESULTS"], "w").close()
+try:
+    time.sleep(60)
+except KeyboardInterrupt as e:
+    {}
+"""
+SWALLOWED = "time.sleep(60)  # as an optional import in `try` does it"
+TURNED = "raise ImportError('initialization failed') from e  # as an extension module does it"
+
+
 def run(toy: Path, *arguments: str) -> subprocess.Popen:
     code = ("import sys; from pathlib import Path; from graphopt import _bench_cli as b, cli; "
             f"b.folder = lambda: Path({str(toy)!r}); b.BENCHMARKS = {{'toy': b.Benchmark('toy', 'a toy', 0, 1)}}; "
@@ -61,6 +73,7 @@ def test_an_unknown_name_and_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_bench_cli, "gpu_count", lambda: 4)
     line = _bench_cli.command("schedule-step", ["--layers", "2"])
     assert "--nproc-per-node=4" in line
+    assert line.count(str(Path(_bench_cli.__file__).with_name("_script.py"))) == 2  # the launcher's and each rank's
     assert line[-2:] == ["--layers", "2"]
 
 
@@ -68,7 +81,8 @@ def test_rows_as_json_and_the_scripts_exit_code(toy: Path) -> None:
     child = run(toy, "toy", "first", "--json")
     out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
-    (result,) = json.loads(out[out.index("["):])
+    (result,) = json.loads(out)
+    assert "saved" in err  # what the script prints
     assert result["name"] == "toy"
     assert [r["case"] for r in result["rows"]] == ["first"]
     child = run(toy, "toy", "fail")
@@ -93,3 +107,38 @@ def test_ctrl_c_ends_with_130_and_keeps_rows(toy: Path) -> None:
     assert child.returncode == 130
     (file,) = (toy / "out").glob("*/toy.json")
     assert json.loads(file.read_text())["rows"][0]["case"] == "wait"
+
+
+@pytest.mark.parametrize(("script", "module"), [("import slow", SLEEPING.format(SWALLOWED)), (SLEEPING.format(TURNED), "")])
+def test_ctrl_c_while_a_script_imports_is_one_line(toy: Path, script: str, module: str) -> None:
+    (toy / "toy.py").write_text(script)
+    (toy / "slow.py").write_text(module)
+    child = run(toy, "toy")
+    for _ in range(600):
+        if (toy / "out").exists():
+            break
+        time.sleep(0.1)
+    os.killpg(child.pid, signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in err
+    assert "interrupted; rows saved so far stay" in err
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_script_runs_as_its_own_main(tmp_path: Path, held: bool) -> None:
+    """Arguments, name, folder and exit code as `python script.py` gives them; a Ctrl-C held back ends it at once."""
+    script = tmp_path / "own.py"
+    script.write_text("import sys\nimport beside\nprint(__name__, sys.argv)\nsys.exit(7)\n")
+    (tmp_path / "beside.py").write_text("")
+    runner = [sys.executable, str(Path(_bench_cli.__file__).with_name("_script.py"))]
+    if held:
+        block = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}); "
+        act = "os.kill(os.getpid(), signal.SIGINT); os.execv(sys.executable, sys.argv[1:])"
+        runner = [sys.executable, "-c", block + act, *runner]
+    done = subprocess.run([*runner, str(script), "a", "-b"], capture_output=True, text=True, check=False)
+    if held:
+        assert (done.returncode, done.stdout) == (130, "")
+        assert "Traceback" not in done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (7, f"__main__ {[str(script), 'a', '-b']}\n")

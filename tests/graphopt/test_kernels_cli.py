@@ -34,7 +34,13 @@ def test_show(name: str, functions: list[str]) -> None:
     (("show", "norm_modulate", "--width", "65537"), "supported are 1 to 65536"),
     (("show", "norm_modulate", "--dtype", "fp8"), "known are bf16, fp16, fp32"),
     (("show", "norm_modulate", "--layout", "diagonal"), "known are group, vector, token"),
+    (("show", "norm_modulate", "--norm", "batch_norm"), "known are layer_norm, rms_norm"),
+    (("show", "norm_modulate", "--outputs", "scale shfit"), "known are plain, scale, scale_table, shift, shift_table"),
+    (("show", "norm_modulate", "--rounding", "product"), "known are bfloat16, float16, float32"),
+    (("show", "norm_modulate", "--rounding", "all=bfloat16"), "known are branch_norm, activated,"),
+    (("show", "norm_modulate", "--target", "h200"), "use sm80, sm90, sm100 or gfx942"),
     (("compile", "--target", "sm90,tpu"), "use sm80, sm90, sm100 or gfx942"),
+    (("compile", "--widths", "64,wide"), "give numbers: --widths 1152,5120"),
 ])
 def test_bad_input(args: tuple[str, ...], message: str) -> None:
     done = invoke(*args)

@@ -246,19 +246,57 @@ def test_accelerate_launch(data: Path, common, tmp_path: Path) -> None:
 def test_on_gpus_killed_and_resumed(tmp_path: Path, ranks: int) -> None:
     """Compiled by Inductor, bf16: as on a CPU, the resumed run has the bits of the uninterrupted one."""
     options = ("--data", str(tmp_path / "data"), "--make-data", "24", "--steps", "8", "--save-every", "2", "--tau", "8")
-    finished(tmp_path / "straight", *options, ranks=ranks)
+    finished(tmp_path / "straight", *options, ranks=ranks, seconds=600)
     job = Job(tmp_path / "killed", *options, ranks=ranks)
-    job.kill_when(lambda: len(lines(tmp_path / "killed")) >= 5)
-    finished(tmp_path / "killed", *options, "--resume", ranks=ranks)
+    job.kill_when(lambda: len(lines(tmp_path / "killed")) >= 5, seconds=600)
+    finished(tmp_path / "killed", *options, "--resume", ranks=ranks, seconds=600)
     assert lines(tmp_path / "straight")[:3]
     assert [json.loads(x)["loss"] for x in lines(tmp_path / "straight")] == [json.loads(x)["loss"] for x in lines(tmp_path / "killed")]
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "killed"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [("--layers", "4"), ("--stream",), ("--layers", "4", "--checkpointing")])
+@pytest.mark.parametrize("options", [
+    ("--stream",), ("--layers", "2", "--dsa", "3", "7", "7"), ("--layers", "2"), ("--layers", "2", "--lora", "16"),
+    ("--layers", "3", "--stream", "--dsa", "3", "7", "7"), ("--layers", "2", "--checkpointing")], ids=" ".join)
 def test_on_a_gpu_at_the_width_of_wan_1_3b(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Streamed, all 30 layers are one compile; resident, each is compiled, which takes minutes."""
-    finished(tmp_path, "--make-data", "8", "--size", "1.3b", "--steps", "3", *options)
+    job = finished(tmp_path, "--make-data", "8", "--size", "1.3b", "--steps", "3", *options, seconds=900)
+    print(*lines(tmp_path), job.output()[-1500:], sep="\n")
     assert [json.loads(x)["step"] for x in lines(tmp_path)] == [0, 1, 2]
     assert all(json.loads(x)["loss"] < 4 for x in lines(tmp_path))
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+
+
+@two_gpus
+@pytest.mark.gpu
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_two_gpus_learn_what_one_learns(tmp_path: Path, accelerate: bool) -> None:
+    """FSDP2, or accelerate's DDP, over NCCL in fp32, compiled; every step the whole epoch of 24 samples."""
+    options = ("--data", str(tmp_path / "data"), "--make-data", "24", "--steps", "6", "--tau", "16", "--no-bf16")
+    finished(tmp_path / "one", *options, seconds=600)
+    finished(tmp_path / "two", *options, ranks=2, environment={"ACCELERATE_MIXED_PRECISION": "no"} if accelerate else {},
+             seconds=600)
+    assert close(losses(tmp_path / "one"), losses(tmp_path / "two"), 1e-5)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all((one[k] - two[k]).abs().max() <= 1e-4 for k in one)
+
+
+@two_gpus
+@pytest.mark.gpu
+@pytest.mark.parametrize("launcher", [
+    ("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "bf16",
+     "--dynamo_backend", "no", "--main_process_port", "29611")], ids=lambda x: x[0])
+def test_launched_on_two_gpus_at_the_width_of_wan_1_3b(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """The command lines of docs/training_run.md: started, and gone on with to step 5 by a second start."""
+    options = ("--out", str(tmp_path), "--make-data", "8", "--size", "1.3b", "--layers", "2", "--resume")
+    launched(*launcher, str(EXAMPLE), *options, "--steps", "3", timeout=600)
+    print(launched(*launcher, str(EXAMPLE), *options, "--steps", "5", timeout=600)[-1500:], *lines(tmp_path), sep="\n")
+    assert [json.loads(x)["step"] for x in lines(tmp_path)] == [0, 1, 2, 3, 4]
+    assert all(json.loads(x)["loss"] < 4 for x in lines(tmp_path))
+    config = json.loads((tmp_path / "transformer" / "config.json").read_text())
+    assert config["num_layers"] == 2

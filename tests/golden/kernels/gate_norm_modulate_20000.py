@@ -14,7 +14,9 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
         gate_0 = tl.load(GATE + group * gate_g + c_0, mask=c_0 < 20000, other=0.0).to(tl.float32)
         h_0 = (x_0 + branch_0 * gate_0).to(tl.bfloat16).to(tl.float32)
         total += tl.where(c_0 < 20000, h_0, 0.0)
-    mean = tl.sum(total, 0) * 5e-05
+    whole = tl.sum(total, 0)
+    mean = whole * 5e-05
+    mean = tl.fma(tl.fma(mean, -20000.0, whole), 5e-05, mean)
     total = tl.zeros([4096], tl.float32)
     squares = tl.zeros([4096], tl.float32)
     for start in range(0, 20000, 4096):

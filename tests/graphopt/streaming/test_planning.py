@@ -53,6 +53,17 @@ def test_activations() -> None:
     assert one.peak_bytes > one.device_bytes - one.device["resident gradients"]
 
 
+def test_graphs_take_memory_of_their_own() -> None:
+    model = TinyDiT(layers=6, D=64).bfloat16()
+    plain, more = (graphopt.stream_plan(model, tokens=1000, graphs=g) for g in (False, True))
+    assert graphopt.stream_plan(model, tokens=1000).activations == plain.activations
+    assert more.peak_bytes - plain.peak_bytes == more.activations["inputs of graphs"] > 2 * 1000 * 64 * 2
+    graphopt.stream(model, "cpu", graphs="on")
+    assert graphopt.stream_plan(model, tokens=1000).activations == more.activations
+    attach.engine_of(model).replays.set("off")
+    assert graphopt.stream_plan(model, tokens=1000).activations == plain.activations
+
+
 def test_times() -> None:
     model = TinyDiT(layers=8, D=64)
     rates = Rates(h2d=1e9, d2h=1e9, adamw=1e9, matmul=1e12, attention=1e12)
