@@ -1,6 +1,6 @@
 """Every kernel of video attention and of the offset head at small odd shapes, for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python benchmarks/dsa_sanitize.py [fused] [lattice] [rest] [head] [diagonals]
+    compute-sanitizer --tool memcheck python benchmarks/dsa_sanitize.py [fused] [lattice] [rest] [head]
 
 Set PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocation of its own.
 """
@@ -47,18 +47,16 @@ def attention(parts: list[str]) -> None:
         print("ok", grid, flush=True)
 
 
-def heads(engines: tuple[str, ...] = ("mma", "walks"), shapes: int = len(HEADS)) -> None:
-    """Both directions of the engines, one tile of a plane per program and several."""
-    for grid, C, out, dtype in HEADS[:shapes]:
+def heads() -> None:
+    """Both directions of both engines, one tile of a plane per program and several."""
+    for grid, C, out, dtype in HEADS:
         make = lambda *s, dtype=dtype: torch.randn(*s, device="cuda", dtype=dtype)
         x, weight, bias = make(2, math.prod(grid), C), make(C, 1, 3, 3, 3), make(C)
         matrix, last = make(out, C), make(out)
-        ways = [(e, n) for e in engines if e == "walks" or C % 16 == 0 for n in (96, 2)]
-        for engine, programs in ways:
+        for engine, programs in [(e, n) for e in ("mma", "dot") if e == "dot" or C % 16 == 0 for n in (96, 2)]:
             head_launch.engine_of = lambda *_a, engine=engine: engine
             head_launch.BACKWARD = replace(head_launch.BACKWARD, programs=programs)
             head_launch.MMA_SLOPE = replace(head_launch.MMA_SLOPE, programs=programs)
-            head_launch.DIAGONAL["head_weight"] = replace(head_launch.DIAGONAL["head_weight"], programs=programs)
             y, u = head.triton_forward(x, weight, bias, matrix, last, *grid)
             head.triton_backward(torch.randn_like(y), x, u, weight, bias, matrix, *grid)
         torch.cuda.synchronize()
@@ -67,9 +65,7 @@ def heads(engines: tuple[str, ...] = ("mma", "walks"), shapes: int = len(HEADS))
 
 if __name__ == "__main__":
     wanted = sys.argv[1:] or ["fused", "lattice", "rest", "head"]
-    if set(wanted) - {"head", "diagonals"}:
+    if set(wanted) - {"head"}:
         attention(wanted)
     if "head" in wanted:
         heads()
-    if "diagonals" in wanted:  # the part of it that an NVIDIA GPU runs, at two shapes
-        heads(("mma",), 2)

@@ -2,8 +2,7 @@
 
     python benchmarks/dsa_tune.py                            the size of the bar: 21 x 45 x 80 tokens, 1,536 channels
     python benchmarks/dsa_tune.py --grid 3 6 8 --once        compile only
-    python benchmarks/dsa_tune.py --only diagonals whole     parts: diagonals (tensor cores), linear, walks (fmas),
-                                                             whole; --match: cases whose name holds a word
+    python benchmarks/dsa_tune.py --only walks whole         parts: walks (convolutions), linear, slope, whole
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import _results
 import _timing
 
 from graphopt.codegen.dsa import head, head_launch
-from graphopt.codegen.dsa.head_launch import Diagonal, Product, Walk
+from graphopt.codegen.dsa.head_launch import Product, Walk
 
 WHOLE = 1 << 20
 FORWARDS = [Walk((2, 4), (1, 4), WHOLE), Walk((2, 4), (2, 2), WHOLE)]
@@ -28,13 +27,7 @@ BACKWARDS = [Walk((1, 4), (2, 2), 96), Walk((1, 5), (2, 2), 96)]
 SLOPES = [Product(64, 64, 4, 2, 44), Product(64, 64, 4, 3, 44)]
 LINEARS = [Product(64, 64, 4, 4), Product(64, 64, 4, 3), Product(64, 64, 4, 2), Product(64, 128, 4, 2),
            Product(32, 64, 2, 4), Product(32, 128, 2, 3), Product(32, 128, 4, 3), Product(128, 64, 4, 3)]
-# rows of a strip, warps, programs of a weight gradient, neighbours by shuffles; planes called into L2 ahead
-CONVOLVE = [(2, 4, 1, True, 0), (2, 8, 1, True, 0), (2, 2, 1, True, 0), (1, 4, 1, True, 0), (1, 4, 1, True, 2),
-            (2, 4, 1, False, 0), (1, 4, 1, False, 0)]
-DIAGONALS = {
-    "head_convolve": CONVOLVE, "head_backward_input": CONVOLVE,
-    "head_weight": [(2, 4, 11, True, 0), (2, 4, 11, True, 2), (2, 4, 22, True, 0), (2, 2, 11, True, 0),
-                    (2, 8, 11, True, 0)]}
+STEPS_AHEAD = [0, 1, 2, 4]
 Case = tuple[str, str, Callable[[], object]]
 
 
@@ -59,37 +52,25 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
     dy = torch.randn(1, N, out, device="cuda")
     y = torch.empty_like(dy)
     rest, L = (weight, bias, matrix, last), head_launch
-    low = {engine: L.narrow(dy, x.dtype, engine) for engine in ("mma", "walks")}
-    for kernel, cuts in DIAGONALS.items():
-        for *values, planes in cuts:
-            d = Diagonal(*values)
-            sums = torch.empty((d.weight(*grid[1:])[0], C, 27), device="cuda")
-            tensors = {"head_convolve": (x, weight, bias, u), "head_backward_input": (du, weight, dx),
-                       "head_weight": (du, x, sums)}[kernel]
-            launch = lambda kernel=kernel, tensors=tensors: L.diagonal(kernel, tensors, x, grid)
-            yield "diagonals", f"{kernel} {d} {planes} ahead", cut(
-                "AHEAD", {kernel: planes}, cut("DIAGONAL", {kernel: d}, launch))
+    low = {engine: L.narrow(dy, x.dtype, engine) for engine in ("mma", "dot")}
     slope = lambda: L.slope(u, low["mma"][0], matrix, du, "mma")
-    for steps in (0, 1, 2, 4):
-        yield "diagonals", f"slope, {steps} steps ahead", cut("AHEAD", {"head_slope": steps}, slope)
-    yield "diagonals", "slope, 66 programs", cut("MMA_SLOPE", Product(16, L.MMA_SLOPE.channels, L.WARPS, 1, 66), slope)
+    for steps in STEPS_AHEAD:
+        yield "slope", f"slope, {steps} steps ahead", cut("AHEAD", steps, slope)
+    yield "slope", "slope, 66 programs", cut("MMA_SLOPE", Product(16, L.MMA_SLOPE.channels, L.WARPS, 1, 66), slope)
+    for p in SLOPES:
+        yield "slope", f"slope {p}", cut("SLOPE", p, lambda: L.slope(u, low["dot"][0], matrix, du, "dot"))
     for p in LINEARS:
         yield "linear", f"linear {p}", cut("LINEAR", p, lambda: L.linear(u, matrix, last, y))
     for w in FORWARDS:
-        yield "walks", f"convolution {w}", cut("FORWARD", w, lambda: L.convolve(x, weight, bias, u, grid, "walks"))
+        yield "walks", f"convolution {w}", cut("FORWARD", w, lambda: L.convolve(x, weight, bias, u, grid))
     for w in BACKWARDS:
-        yield "walks", f"backward {w}", cut("BACKWARD", w, lambda: L.transposed(x, du, weight, dx, grid, "walks"))
-    for p in SLOPES:
-        yield "walks", f"slope {p}", cut("SLOPE", p, lambda: L.slope(u, low["walks"][0], matrix, du, "walks"))
+        yield "walks", f"backward {w}", cut("BACKWARD", w, lambda: L.transposed(x, du, weight, dx, grid))
     yield "whole", "rounding of dy", lambda: L.narrow(dy, x.dtype, "mma")
-    parts = [L.slope(u, low["mma"][0], matrix, du, "mma"), L.transposed(x, du, weight, dx, grid, "mma")]
+    parts = [L.slope(u, low["mma"][0], matrix, du, "mma"), L.transposed(x, du, weight, dx, grid)]
     yield "whole", "sums of parts", lambda: L.add(parts[1], parts[0], low["mma"][1], weight, bias, matrix)
     kept = head.triton_forward(x, *rest, *grid)[1]
-    for name, directions in (("fmas", ()), ("diagonals", ("forward", "backward"))):
-        forward = lambda: head.triton_forward(x, *rest, *grid)
-        backward = lambda: head.triton_backward(dy, x, kept, *rest[:3], *grid)
-        yield "whole", f"forward, convolutions by {name}", cut("BY_DIAGONALS", frozenset(directions), forward)
-        yield "whole", f"backward, convolutions by {name}", cut("BY_DIAGONALS", frozenset(directions), backward)
+    yield "whole", "forward", lambda: head.triton_forward(x, *rest, *grid)
+    yield "whole", "backward", lambda: head.triton_backward(dy, x, kept, *rest[:3], *grid)
     big = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
     other = torch.empty_like(big)
     yield "whole", "copy of 1 GiB", lambda: other.copy_(big)
@@ -101,15 +82,14 @@ def main() -> None:
     parser.add_argument("--grid", type=int, nargs=3, default=[21, 45, 80])
     parser.add_argument("--channels", type=int, default=1536)
     parser.add_argument("--out", type=int, default=36)
-    parser.add_argument("--only", nargs="*", default=["diagonals", "linear", "walks", "whole"])
-    parser.add_argument("--match", default="")
+    parser.add_argument("--only", nargs="*", default=["walks", "linear", "slope", "whole"])
     parser.add_argument("--folder", type=Path, default=None, help="where dsa_tune.json goes")
     parser.add_argument("--once", action="store_true")
     args = parser.parse_args()
     from triton.testing import do_bench
 
     for part, name, launch in cases(tuple(args.grid), args.channels, args.out):
-        if part not in args.only or args.match not in name:
+        if part not in args.only:
             continue
         try:
             launch()

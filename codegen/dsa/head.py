@@ -30,8 +30,8 @@ MAX_OUT = 128
 def source_hash() -> str:
     """Twelve hex digits over this file and the kernels."""
     folder = Path(__file__).parent
-    names = ("head.py", "head_launch.py", "head_emit.py", "head_diagonals.py", "head_products.py",
-             "head_kernels.py", "head_mma_kernels.py", "device.py")
+    names = ("head.py", "head_launch.py", "head_emit.py", "head_products.py", "head_kernels.py", "head_mma_kernels.py",
+             "device.py")
     text = b"".join((folder / name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]
 
@@ -76,20 +76,18 @@ def reference_backward(dy: Tensor, x: Tensor, kept: Tensor, weight: Tensor, bias
             (flat(dd).T @ flat(_gelu(u))).to(out_weight.dtype), flat(dd).sum(0).to(dy.dtype))
 
 
-def _in_words(x: Tensor, engine: str) -> Tensor:
-    """x, copied unless its tokens are whole 32-bit words, or for "mma" begin where 16 bytes can be loaded at once."""
-    words = 4 if engine == "mma" else 1
-    whole = x.stride(-1) == 1 and all(s % (2 * words) == 0 for s in (x.stride(0), x.stride(1)))
-    return x if whole and x.data_ptr() % (4 * words) == 0 else x.clone(memory_format=torch.contiguous_format)
+def _in_words(x: Tensor) -> Tensor:
+    """x, copied unless its tokens are whole 32-bit words."""
+    whole = x.stride(-1) == 1 and all(s % 2 == 0 for s in (x.stride(0), x.stride(1), x.storage_offset()))
+    return x if whole else x.contiguous()
 
 
 def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, T: int, H: int,
                    W: int) -> tuple[Tensor, Tensor]:
     """(offsets, u): the convolution writes u, the linear layer reads it through GELU."""
     B, N, C = x.shape
-    engine = head_launch.engine_of(x, out_weight.shape[0])
     u = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    head_launch.convolve(_in_words(x, engine), weight, bias, u, (T, H, W), engine)
+    head_launch.convolve(_in_words(x), weight, bias, u, (T, H, W))
     y = torch.empty((B, N, out_weight.shape[0]), dtype=torch.float32, device=x.device)
     head_launch.linear(u, out_weight.to(x.dtype).contiguous(), out_bias.contiguous(), y)
     return y, u
@@ -102,7 +100,7 @@ def triton_backward(dy: Tensor, x: Tensor, u: Tensor, weight: Tensor, bias: Tens
     du, dx = torch.empty_like(u), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     low, of_rows = head_launch.narrow(dy, x.dtype, engine)
     of_slope = head_launch.slope(u, low, out_weight.to(x.dtype).contiguous(), du, engine)
-    of_taps = head_launch.transposed(_in_words(x, engine), du, weight, dx, (T, H, W), engine)
+    of_taps = head_launch.transposed(_in_words(x), du, weight, dx, (T, H, W))
     return (dx, *head_launch.add(of_taps, of_slope, of_rows, weight, bias, out_weight))
 
 

@@ -1,11 +1,8 @@
-"""Launches of the offset head's kernels, and which of two sets a GPU gets.
+"""Launches of the offset head's kernels: fmas for the convolutions (head_emit.py), tl.dot for the linear layer
+(head_kernels.py), and for its backward, the slope, one of two that a GPU gets:
 
-    mma     tensor cores without tl.dot: convolutions by diagonals (head_diagonals.py), the slope (head_products.py);
-            NVIDIA from sm80, channels a multiple of 16
-    walks   fmas for the convolutions (head_emit.py), tl.dot for the slope (head_kernels.py): everything else, and
-            wherever Triton does not hold one element of a value per thread
-
-The linear layer is head_kernels.py's in both.
+    mma     tensor cores without tl.dot (head_products.py): NVIDIA from sm80, channels a multiple of 16
+    dot     tl.dot (head_kernels.py): everything else, and where Triton does not hold one element of a value per thread
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphopt.codegen import store
-from graphopt.codegen.dsa import head_diagonals, head_emit, head_products
+from graphopt.codegen.dsa import head_emit, head_products
 
 log = logging.getLogger(__name__)
 Grid = tuple[int, int, int]
@@ -61,38 +58,14 @@ class Product:
         return -(-blocks // steps), steps
 
 
-@dataclass(frozen=True)
-class Diagonal:
-    """How a convolution by diagonals is cut."""
-
-    rows: int  # tokens along h of a strip
-    warps: int  # strips side by side in h of a program, or blocks of channels of a weight gradient's program
-    programs: int = 1  # of a weight gradient: a plane is spread over at most this many
-    shuffled: bool = True  # neighbours along w come from the threads beside, not from memory
-
-    def convolve(self, H: int, W: int, C: int) -> tuple[int, int]:
-        """(programs over channels, programs over a plane)."""
-        strips = -(-H // (self.rows * self.warps)) * W
-        return -(-C // head_diagonals.CHANNELS), -(-strips // head_diagonals.STRIPS)
-
-    def weight(self, H: int, W: int) -> tuple[int, int]:
-        """(programs over a plane, tiles of each)."""
-        tiles = -(-H // 4) * -(-W // (2 * head_diagonals.COLUMNS))
-        steps = -(-tiles // self.programs)
-        return -(-tiles // steps), steps
-
-
 FORWARD = Walk((2, 4), (1, 4), 1 << 20)
 BACKWARD = Walk((1, 4), (2, 2), 96)
-LINEAR = Product(64, 64, 4, 4)
+LINEAR = Product(64, 64, 4, 3)
 SLOPE = Product(64, 64, 4, 3, 44)
 MMA_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 33)
 NARROW = Product(64, 64, 4, 1, 264)
 WARPS = head_products.WARPS
-DIAGONAL = {"head_convolve": Diagonal(2, 4), "head_backward_input": Diagonal(2, 4), "head_weight": Diagonal(2, 4, 11)}
-BY_DIAGONALS = frozenset({"forward", "backward"})  # directions whose convolutions run so under "mma"
-# planes or steps called into L2 before they are loaded
-AHEAD = {"head_convolve": 0, "head_backward_input": 0, "head_weight": 0, "head_slope": 0}
+AHEAD = 2  # steps of MMA_SLOPE that are called into L2 before they are loaded: 0.167 ms on an H200, 0.198 without
 CHANNELS_AT_ONCE = 16
 
 
@@ -102,14 +75,14 @@ def uses_ptx() -> bool:
 
 
 def engine_of(x: Tensor, out: int) -> str:
-    """ "mma" or "walks", for a tensor on its device and a number of outputs."""
+    """ "mma" or "dot", for a tensor on its device and a number of outputs."""
     if x.shape[-1] % CHANNELS_AT_ONCE:
-        return "walks"
+        return "dot"
     if x.device.type != "cuda":
         return "mma"  # the interpreter
     if torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "walks"
-    return "mma" if _sound(x.shape[-1], out, x.dtype, x.device, BY_DIAGONALS) else "walks"
+        return "dot"
+    return "mma" if _sound(x.shape[-1], out, x.dtype, x.device) else "dot"
 
 
 def one_per_thread(ttgir: str) -> bool:
@@ -121,35 +94,24 @@ def one_per_thread(ttgir: str) -> bool:
 
 
 @cache
-def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device, by_diagonals: frozenset[str]) -> bool:
-    """Compile the kernels of "mma" for a GPU and look at their layouts: nothing in Triton promises them."""
+def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Compile the kernel of "mma" for a GPU and look at its layouts: nothing in Triton promises them."""
     with torch.cuda.device(device):
         x = torch.empty((1, 1, C), dtype=dtype, device=device)
-        words = torch.empty((C, 27), dtype=torch.float32, device=device)
-        launches = [_slope_launch(x, x, x, x, words, 1, out)]
-        if "forward" in by_diagonals:
-            launches.append(_diagonal_launch("head_convolve", (x, words, words, x), x, (1, 1, 1)))
-        if "backward" in by_diagonals:
-            launches += [_diagonal_launch("head_backward_input", (x, words, x), x, (1, 1, 1)),
-                         _diagonal_launch("head_weight", (x, x, words), x, (1, 1, 1))]
-        for kernel, _, arguments, options in launches:
-            text = kernel.warmup(*arguments, grid=(1,), **options).asm.get("ttgir")
-            if text is None or not one_per_thread(text):
-                log.warning("graphopt: the offset head runs without its tensor core kernels: %s", (
-                    f"Triton's cache holds {kernel.__name__} without the text that tells its layout; empty the cache"
-                    if text is None else f"{kernel.__name__} would spread values over threads"))
-                return False
-    return True
+        sums = torch.empty((1,), dtype=torch.float32, device=device)
+        kernel, _, arguments, options = _slope_launch(x, x, x, x, sums, 1, out)
+        text = kernel.warmup(*arguments, grid=(1,), **options).asm.get("ttgir")
+    if text is not None and one_per_thread(text):
+        return True
+    log.warning("graphopt: the offset head runs without its tensor core kernel: %s", (
+        f"Triton's cache holds {kernel.__name__} without the text that tells its layout; empty the cache"
+        if text is None else f"{kernel.__name__} would spread values over threads"))
+    return False
 
 
 @cache
 def _walks(name: str, strip: head_emit.Strip) -> Any:
     return getattr(store.load(name, head_emit.module(name, strip)), name)
-
-
-@cache
-def _diagonals(name: str, cut: Diagonal) -> Any:
-    return getattr(store.load(name, head_diagonals.module(name, cut.rows, cut.shuffled)), name)
 
 
 @cache
@@ -164,7 +126,7 @@ def _slope_launch(u: Tensor, low: Tensor, matrix: Tensor, du: Tensor, parts: Ten
     programs, steps = MMA_SLOPE.launch(rows)
     C = u.shape[-1]
     arguments = [u, low, matrix, du, parts, rows, steps, C, WARPS, u.dtype == torch.float16, uses_ptx(),
-                 AHEAD["head_slope"]]
+                 AHEAD]
     return _products("head_slope", out), (programs, -(-C // MMA_SLOPE.channels)), arguments, {"num_warps": WARPS}
 
 
@@ -184,45 +146,17 @@ def walk(kernel: str, cut: Walk, tensors: tuple[Tensor, ...], x: Tensor, grid: G
         x.dtype == torch.float16, uses_ptx(), num_warps=math.prod(cut.block), num_stages=1)
 
 
-def _diagonal_launch(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> Launch:
-    B, _, C = x.shape
-    cut = DIAGONAL[kernel]
-    if kernel == "head_weight":
-        programs, steps = cut.weight(*grid[1:])
-        where, more = (-(-C // (16 * cut.warps)), programs, B), [steps]
-    else:
-        where, more = (*cut.convolve(*grid[1:], C), B), []
-    arguments = [*tensors, *grid, *more, x.stride(0) // 2, x.stride(1) // 2, C, cut.warps, x.dtype == torch.float16,
-                 uses_ptx(), AHEAD[kernel]]
-    return _diagonals(kernel, cut), where, arguments, {"num_warps": cut.warps, "num_stages": 1}
-
-
-def diagonal(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:
-    """Launch a convolution or a weight gradient by diagonals; it reads x in words of two channels."""
-    function, where, arguments, options = _diagonal_launch(kernel, tensors, x, grid)
-    function[where](*arguments, **options)
-
-
-def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, engine: str) -> None:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid) -> None:
     """u = the depthwise convolution of x."""
-    if engine == "mma" and "forward" in BY_DIAGONALS:
-        diagonal("head_convolve", (x, weight.contiguous(), bias.contiguous(), u), x, grid)
-    else:
-        even_odd = bias.float().view(-1, 2).T.contiguous()
-        walk("head_convolve", FORWARD, (x, taps(weight), even_odd, u), x, grid)
+    even_odd = bias.float().view(-1, 2).T.contiguous()
+    walk("head_convolve", FORWARD, (x, taps(weight), even_odd, u), x, grid)
 
 
-def transposed(x: Tensor, du: Tensor, weight: Tensor, dx: Tensor, grid: Grid, engine: str) -> Tensor:
+def transposed(x: Tensor, du: Tensor, weight: Tensor, dx: Tensor, grid: Grid) -> Tensor:
     """dx = the transposed convolution of du; the weight gradient in parts [n, C, 27]."""
     B, _, C = x.shape
-    fast = engine == "mma" and "backward" in BY_DIAGONALS
-    n = DIAGONAL["head_weight"].weight(*grid[1:])[0] if fast else BACKWARD.launch(*grid[1:], C)[0]
-    parts = torch.empty((B * n, C, 27), dtype=torch.float32, device=x.device)
-    if fast:
-        diagonal("head_backward_input", (du, weight.contiguous(), dx), du, grid)
-        diagonal("head_weight", (du, x, parts), x, grid)
-    else:
-        walk("head_backward_input", BACKWARD, (x, du, taps(weight), dx, parts), x, grid)
+    parts = torch.empty((B * BACKWARD.launch(*grid[1:], C)[0], C, 27), dtype=torch.float32, device=x.device)
+    walk("head_backward_input", BACKWARD, (x, du, taps(weight), dx, parts), x, grid)
     return parts
 
 
