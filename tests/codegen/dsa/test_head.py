@@ -60,7 +60,7 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
     wide = [t.double() for t in (x, *rest)]
     y, u = head.triton_forward(x, *rest, *grid)
     Y, kept = head.reference_forward(*wide, *grid)
-    limit = 7e-3 if dtype == torch.bfloat16 else 1e-3  # u, z and dy are rounded, as by eager layers
+    limit = 4e-3 if dtype == torch.bfloat16 else 1e-3  # u, z and dy are rounded, as by eager layers
     error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
     assert y.dtype == torch.float32
     assert error(u, head._convolve(*wide[:3], *grid)) < limit
