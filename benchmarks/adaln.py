@@ -1,7 +1,8 @@
 """The fused AdaLN operators against Inductor (mix-order off), Liger and eager, as whole compiled functions.
 
-    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--functions F1,F2,F2a,F3] [--workers 6] [--out FOLDER]
+    python benchmarks/adaln.py [--shapes 1x32760x1536,...] [--functions F1,F2,F1r,...] [--workers 6] [--out FOLDER]
                  [--systems graphopt,graphopt_two_pass,inductor,inductor_max_autotune,inductor_mix_order,liger,eager]
+    python benchmarks/adaln.py --rows 1x4096x3072:F1:graphopt+inductor,...    these rows alone, in this order
     python benchmarks/adaln.py --warm ...                                compile only, so that caches are filled
     python benchmarks/adaln.py --tune [--cases ...] [--seconds 200]      (adaln_tune.py: a table for this GPU)
     python benchmarks/adaln.py --fit | --judge                           (on results that are there: adaln_results.py)
@@ -9,7 +10,9 @@
 Times are CUDA-graph replays, medians in microseconds.  `roofline` is the floor (bytes that must move over the measured
 copy bandwidth) over graphopt's time.  Functions are those of adaln_functions.py.  `inductor_max_autotune` adds
 coordinate descent; `inductor_mix_order` is torch's default, whose gradients are wrong (pytorch#193061): it may raise.
-Worker processes compile beside one another; then the GPU is left to one of them at a time.
+Without `--functions` and `--systems` it is the whole table (`in_table`): graphopt and Inductor everywhere, further
+rivals and forms where a figure is held against them.  Worker processes compile beside one another; then the GPU is
+left to one of them at a time.
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ from adaln_functions import FUNCTIONS, floor_bytes, liger, operands
 SHAPES = ("1x75600x5120,1x64000x3072,2x16384x3072,1x32760x1536,8x4096x1152,1x4096x3072,4x4096x2432,4x4096x1536,"
           "2x1024x3072,2x512x3072,1x512x3072,4x333x2432,1x512x1536,1x256x3072,4x256x1152,2x77x3072,1x77x2432,1x64x1152")
 SMALL = 300e6  # bytes of one tensor: eager is timed below this only
+LARGE = 350e6  # from here on every form is held to its share of the copy
+MAIN = 5  # of SHAPES: those of the kernels' table
+FUSED = ("F1", "F2", "F2a", "F3", "F4", "F5")  # what the cost model decides on
+TWO_PASS = ("1x75600x5120", "1x32760x1536")  # Wan 14B and 1.3B; its compilation is not cached
 HELD = 5e9  # bytes of x of all functions that workers hold at once, as a rule
 KEYS = ("kernel", "direction", "shape", "dtype", "form")
 Item = tuple[str, str, str]
@@ -171,8 +178,9 @@ def rows_of(text: str, code: str, found: dict[str, Any], bandwidth: float) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--functions", default="F1,F2,F2a,F3")
-    parser.add_argument("--systems", default="graphopt,inductor,eager")
+    parser.add_argument("--functions", help="default: those of the table")
+    parser.add_argument("--systems", help="default: those of the table")
+    parser.add_argument("--rows", help="SHAPE:FUNCTION:SYSTEM+SYSTEM,... instead of the three above")
     parser.add_argument("--workers", type=int, default=6, help="processes that compile beside one another")
     parser.add_argument("--warm", action="store_true", help="compile only: fills the compilers' caches")
     parser.add_argument("--tune", action="store_true", help="search this GPU's configurations (adaln_tune.py)")
@@ -224,19 +232,53 @@ def measure_all(args: argparse.Namespace) -> None:
         w.end()
 
 
-def portions(args: argparse.Namespace) -> Iterator[list[Item]]:
-    """(shape, function, system): what is compiled and held at once, shape after shape."""
-    now: list[Item] = []
-    held = 0.0
+RIVALS = ("inductor_max_autotune", "graphopt_two_pass", "liger", "eager")
+
+
+def in_table(text: str, code: str, system: str) -> bool:
+    """Is a function on a shape by a system part of the whole table?"""
+    B, N, D = map(int, text.split("x"))
+    main = text in SHAPES.split(",")[:MAIN]
+    if code not in FUSED and 2 * B * N * D < LARGE:
+        return False
+    if system == "liger":
+        return code == "F1r"
+    if system == "graphopt_two_pass":
+        return code in ("F1", "F2") and text in TWO_PASS
+    if system == "eager":
+        return main and code in FUSED[:4]
+    return system in ("graphopt", "inductor") or (main and code in ("F1", "F2"))
+
+
+def wanted(args: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
+    """(shape, function, its systems): what the command line asks for."""
+    if args.rows:
+        for row in args.rows.split(","):
+            text, code, systems = row.split(":")
+            yield text, code, systems.split("+")
+        return
+    functions = args.functions.split(",") if args.functions else list(FUNCTIONS)
+    systems = args.systems.split(",") if args.systems else ["graphopt", "inductor", *RIVALS]
+    whole = not (args.functions and args.systems)
     for text in args.shapes.split(","):
         B, N, D = map(int, text.split("x"))
-        for code in args.functions.split(","):
-            systems = [s for s in args.systems.split(",") if s != "eager" or 2 * B * N * D < SMALL]
-            if now and held + 2 * B * N * D * len(systems) > HELD:
-                yield now
-                now, held = [], 0.0
-            now += [(text, code, s) for s in systems]
-            held += 2 * B * N * D * len(systems)
+        for code in functions:
+            yield text, code, [s for s in systems if (s != "eager" or 2 * B * N * D < SMALL)
+                               and not (whole and not in_table(text, code, s))]
+
+
+def portions(args: argparse.Namespace) -> Iterator[list[Item]]:
+    """(shape, function, system): what is compiled and held at once, one function after the other."""
+    now: list[Item] = []
+    held = 0.0
+    for text, code, systems in wanted(args):
+        B, N, D = map(int, text.split("x"))
+        x = 2 * B * N * D * len(systems)
+        if now and held + x > HELD:
+            yield now
+            now, held = [], 0.0
+        now += [(text, code, s) for s in systems]
+        held += x
     if now:
         yield now
 

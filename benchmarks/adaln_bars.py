@@ -1,4 +1,4 @@
-"""The figures graphopt holds itself to, against what results/<machine>/adaln.json, adaln_errors.json and step.json say.
+"""The figures graphopt holds itself to, against what adaln.json, adaln_errors.json, adaln_tune.json and step.json say.
 
     python benchmarks/adaln_bars.py [--results FOLDER]
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _results import ROOT
+from adaln_results import TOLERANCE, judge
 
 # shape -> share of the copy: F1 forward, F2 forward, F1 backward, F2 backward
 SHARES = {
@@ -24,7 +25,7 @@ SHARES = {
 COLUMNS = (("F1", "forward"), ("F2", "forward"), ("F1", "backward"), ("F2", "backward"))
 # times as fast as a rival, by column
 RIVALS = {"inductor": (1.8, 1.4, 2.4, 2.3), "inductor_max_autotune": (1.4, 1.4, 2.0, 2.1)}
-FORMS, FLUX, SMALL_BYTES, SMALL_US, FACTORS = 0.92, 1.2, 1e6, 5.0, 1e-6
+FORMS, FLUX, SMALL_BYTES, SMALL_US, FACTORS, STAGE_US, RIGHT = 0.92, 1.2, 1e6, 5.0, 1e-6, 5.0, 0.95
 STEPS = {("wan-1.3b", 1): 1.01, ("wan-1.3b", 2): 1.04, ("wan-14b", 1): 1.01, ("flux-dev", 1): 1.0,
          ("sd3.5-large", 4): 1.0, ("hunyuan-video", 1): 1.01}
 
@@ -83,12 +84,33 @@ def steps(rows: list[dict[str, Any]]) -> Iterator[Bar]:
         yield f"{model} B = {batch}: share of the peak", peak, 1.0, peak is not None and round(peak, 3) <= 1.0
 
 
+def stages(rows: list[dict[str, Any]]) -> Iterator[Bar]:
+    """The second stage of a backward, as it is launched."""
+    for r in rows:
+        if r["closed_form"] and r["case"].split(":")[0].endswith("s"):
+            yield f"{r['case']}: us of the second stage", r["us"], STAGE_US, r["us"] <= STAGE_US
+
+
+def decisions(rows: list[dict[str, Any]]) -> Iterator[Bar]:
+    """Sites left to Inductor or not, by the cost model that knows a row and by one that does not."""
+    for leave_out in (False, True):
+        found = judge(rows, leave_out)
+        name = "each row predicted without itself" if leave_out else "as shipped"
+        share = sum(r["loss"] <= TOLERANCE for r in found) / max(1, len(found))
+        yield f"right decisions, {name}", share, RIGHT, share >= RIGHT
+        if not leave_out:
+            worst = max((r["loss"] for r in found), default=None)
+            yield "the side chosen over the better one", worst, TOLERANCE, worst is not None and worst <= TOLERANCE
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "h200")
     args = parser.parse_args()
     missed = 0
-    for name, check in (("adaln", kernels), ("adaln_errors", errors), ("step", steps)):
+    checks = (("adaln", kernels), ("adaln", decisions), ("adaln_errors", errors), ("adaln_tune", stages),
+              ("step", steps))
+    for name, check in checks:
         path = args.results / f"{name}.json"
         rows = json.loads(path.read_text())["rows"] if path.exists() else []
         for what, measured, bar, met in check(rows):

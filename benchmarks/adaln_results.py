@@ -31,15 +31,19 @@ def load(folder: Path | None) -> dict[str, Any]:
     return json.loads(((folder or results_folder() / machine()) / "adaln.json").read_text())
 
 
-def steps(rows: Iterable[dict]) -> dict[tuple, dict[str, dict[str, float]]]:
-    """(operator, shape) -> system -> direction -> microseconds, where both systems have both directions."""
+def steps(rows: Iterable[dict], others: bool = False) -> dict[tuple, dict[str, dict[str, float]]]:
+    """(operator, shape) -> system -> direction -> microseconds, where both systems have both directions.
+
+    others: of the forms that the cost model has no measurements of; their keys end with the kernel and the form.
+    """
+    operators = {(f.kernel, f.form): f.operator for f in FUNCTIONS.values()}
     found: dict[tuple, dict[str, dict[str, float]]] = {}
     for r in rows:
-        operator = STANDS_FOR.get((r["kernel"], r["form"]))
+        form = r["kernel"], r["form"]
+        key = (operators.get(form), tuple(r["shape"]), *(form if others else ()))
         for s in SYSTEMS:
-            if operator and r["us"].get(s):
-                times = found.setdefault((operator, tuple(r["shape"])), {}).setdefault(s, {})
-                times[r["direction"]] = r["us"][s]
+            if key[0] and (form in STANDS_FOR) != others and r["us"].get(s):
+                found.setdefault(key, {}).setdefault(s, {})[r["direction"]] = r["us"][s]
     return {k: v for k, v in found.items() if set(v) == set(SYSTEMS) and all(len(t) == 2 for t in v.values())}
 
 
@@ -71,29 +75,31 @@ def fit(measured: dict[tuple, dict[str, dict[str, float]]]) -> dict[str, Any]:
     return {"coefficients": result}
 
 
-def judge(measured: dict[tuple, dict[str, dict[str, float]]], leave_out: bool) -> list[dict[str, Any]]:
+def judge(rows: list[dict], leave_out: bool) -> list[dict[str, Any]]:
     """Each measured site, in training and in inference (the forward alone): the decision, and what it costs against the
     better side; fitted without it if `leave_out`."""
+    measured = steps(rows)
     whole = site_cost.parsed(fit(measured))
     found = []
-    for (operator, shape), times in measured.items():
+    for (operator, shape, *form), times in {**measured, **steps(rows, others=True)}.items():
         model = whole
-        if leave_out:
+        if leave_out and not form:
             rest = {k: v for k, v in measured.items() if k != (operator, shape)}
             model = site_cost.parsed(fit(rest))
         for training in (True, False):
             ours, theirs = site_cost.predict(operator, nbytes(operator, shape), shape[2], training, model)
             truth = {s: sum(times[s].values()) if training else times[s]["forward"] for s in SYSTEMS}
             chosen = "graphopt" if ours <= theirs else "inductor"
-            found.append({"operator": operator, "shape": shape, "training": training, "chosen": chosen,
-                          "predicted": (ours, theirs), "measured": truth, "loss": truth[chosen] / min(truth.values())})
+            found.append({"operator": " ".join([operator, *form]), "shape": shape, "training": training,
+                          "chosen": chosen, "predicted": (ours, theirs), "measured": truth,
+                          "loss": truth[chosen] / min(truth.values())})
     return found
 
 
-def report(measured: dict[tuple, dict[str, dict[str, float]]]) -> None:
+def report(data: list[dict]) -> None:
     """Print how often decisions are right."""
     for leave_out in (False, True):
-        rows = judge(measured, leave_out)
+        rows = judge(data, leave_out)
         wrong = [r for r in rows if r["loss"] > TOLERANCE]
         left = sum(r["chosen"] == "inductor" for r in rows)
         how = "each row predicted without itself" if leave_out else "all rows in the fit"
@@ -125,4 +131,4 @@ def main(args: argparse.Namespace) -> None:
     if args.fit:
         write_fit(data)
     if args.judge:
-        report(steps(data["rows"]))
+        report(data["rows"])

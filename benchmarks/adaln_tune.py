@@ -3,11 +3,12 @@
     python benchmarks/adaln_tune.py [--cases F1f:1x32760x1536,F2b:2x16384x3072] [--seconds 200] [--out FOLDER]
 
 A case is a fusion of `FORMS`, a direction and a shape.  f and b are the forward and the backward kernel, s the second
-stage of the backward.  The closed form is measured first, marked `*`, then its neighbours (`--only`: it alone).  Times
-are CUDA-graph replays of one kernel, bf16 activations, fp32 factors; `share` is the floor (bytes of every [B, N, D]
-tensor it reads or writes, over the measured copy bandwidth) over the time.  Prints the best configurations and writes
-results/<machine>/adaln_tune.json.  `--write` also puts those that beat the closed form by over 1.5 %, measured once
-more beside it, into the user's table (codegen/tuned.py), `--ship` into the one of the package.
+stage of the backward: the time of both stages less the first's.  The closed form is measured first, marked `*`, then
+its neighbours (`--only`: it alone).  Times are CUDA-graph replays of one kernel, bf16 activations, fp32 factors;
+`share` is the floor (bytes of every [B, N, D] tensor it reads or writes, over the measured copy bandwidth) over the
+time.  Prints the best configurations and writes results/<machine>/adaln_tune.json.  `--write` also puts those that
+beat the closed form by over 1.5 %, measured once more beside it, into the user's table (codegen/tuned.py), `--ship`
+into the one of the package.
 """
 
 from __future__ import annotations
@@ -115,17 +116,27 @@ class Case:
 
     def launch(self, config: Configuration) -> Callable[[], Any]:
         """A launch with this configuration."""
+        if self.direction != "s":
+            return self.main(config)
+        s, B, D = self.spec, self.B, self.D
+        first, partial = self.main(closed_form(s)), self.partial
+        results = tuple((f"d{f}", k * D, torch.float32) for k, f in enumerate(s.sums))
+        name = f"{s.name}_sums"
+        source = emit_sums(name, D, len(s.sums) * D, results, Tile(*config.blocks, config.warps))
+        outs = [torch.empty(B, D, device="cuda") for _ in results]
+        grid = (-(-D // config.blocks[1]) * len(outs) * B,)
+        kernel = getattr(store.load(name, source), name)
+        per_group = partial.shape[0] // B
+
+        def both() -> None:
+            first()
+            kernel[grid](partial, *outs, per_group, num_warps=config.warps)
+
+        return both
+
+    def main(self, config: Configuration) -> Callable[[], Any]:
+        """A launch of the forward kernel, or of the backward's first stage, whose sums then go to `self.partial`."""
         s, B, N, D = self.spec, self.B, self.N, self.D
-        if self.direction == "s":
-            results = tuple((f"d{f}", k * D, torch.float32) for k, f in enumerate(s.sums))
-            name = f"{s.name}_sums"
-            source = emit_sums(name, D, len(s.sums) * D, results, Tile(*config.blocks, config.warps))
-            outs = [torch.empty(B, D, device="cuda") for _ in results]
-            programs = self.programs(closed_form(s))
-            partial = torch.ones(programs, len(s.sums) * D, device="cuda")
-            grid = (-(-D // config.blocks[1]) * len(outs) * B,)
-            kernel = getattr(store.load(name, source), name)
-            return lambda: kernel[grid](partial, *outs, programs // B, num_warps=config.warps)
         kernel = getattr(store.load(s.function, emit(s, config)), s.function)
         args = [self.given[t] for t in (*s.rows_in, *s.factors)] + self.outs + self.statistics
         if self.direction == "f":
@@ -134,9 +145,17 @@ class Case:
         else:
             grid = (self.programs(config),)
             sizes = [N, grid[0] // B]
-            args += [torch.empty(grid[0], len(s.sums) * D, device="cuda")] if s.sums else []
+            self.partial = torch.empty(grid[0], len(s.sums) * D, device="cuda")
+            args += [self.partial] if s.sums else []
         strides = kernels._strides(s, self.plan)
         return lambda: kernel[grid](*args, *sizes, *strides, num_warps=config.warps)
+
+    def time(self, config: Configuration) -> float:
+        """Microseconds of a launch; of the second stage alone, 0.1 at least."""
+        us = replayed(self.launch(config), warmup=4, rep=25)
+        if self.direction == "s":
+            us = max(0.1, us - replayed(self.main(closed_form(self.spec)), warmup=4, rep=25))
+        return us
 
     def neighbours(self) -> list[Configuration]:
         """Configurations near the closed form."""
@@ -200,7 +219,7 @@ def better(case: Case, rows: list[tuple[float, float, Configuration]]) -> Config
     times: dict[Configuration, list[float]] = {c: [] for c in dict.fromkeys([case.base, *best])}
     for _ in range(3):
         for c, found in times.items():
-            found.append(replayed(case.launch(c), warmup=4, rep=25))
+            found.append(case.time(c))
     middle = {c: sorted(found)[1] for c, found in times.items()}
     winner = min(middle, key=middle.__getitem__)
     print(f"   closed form {middle[case.base]:.1f} us, best {middle[winner]:.1f} us", flush=True)
@@ -244,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
             if rows and time.time() > limit:
                 break
             try:
-                us = replayed(case.launch(config), warmup=4, rep=25)
+                us = case.time(config)
             except Exception as error:
                 print(f"  {config}: {type(error).__name__} {str(error)[:120]}", flush=True)
                 continue

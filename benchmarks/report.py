@@ -28,7 +28,8 @@ def adaln(results: Results) -> Section | None:
     found = list(results.rows("adaln"))
     if not found:
         return None
-    systems = [s for s in ("graphopt", "inductor", "inductor_max_autotune", "inductor_mix_order", "liger", "eager")
+    own = ("graphopt", "graphopt_two_pass")
+    systems = [s for s in (*own, "inductor", "inductor_max_autotune", "inductor_mix_order", "liger", "eager")
                if any(s in r["us"] for _, r in found)]
     size = lambda r: r["shape"][0] * r["shape"][1] * r["shape"][2]
     pairs: dict[tuple, dict[str, Row]] = {}
@@ -37,7 +38,7 @@ def adaln(results: Results) -> Section | None:
         us, shape = r["us"], " x ".join(map(str, r["shape"]))
         form = "" if r.get("form") in (None, "wan") else f" ({r['form']})"
         pairs.setdefault((r["kernel"] + form, -size(r), shape), {})[r["direction"]] = r
-        best = min((us[s] for s in systems[1:] if s in us), default=None)
+        best = min((us[s] for s in systems if s in us and s not in own), default=None)
         if best is not None and "graphopt" in us and best <= 1.01 * us["graphopt"]:
             rivals.append(f"{r['kernel']} {r['direction']} {shape} ({number(best)} against "
                           f"{number(us['graphopt'])} us)")
@@ -47,7 +48,8 @@ def adaln(results: Results) -> Section | None:
     text = ("Forward / backward: whole compiled functions, second stage of the backward included; CUDA-graph replays, "
             "medians in microseconds. The last column is the floor (bytes that must move, over the copy bandwidth "
             "measured in that run) over graphopt's time. `inductor`: mix-order reduction off, because with it "
-            "gradients are wrong. \\*: of an earlier run than graphopt's.\n\n"
+            "gradients are wrong. `graphopt_two_pass`: a separate pass over tiles of columns sums the factors' "
+            "gradients. \\*: of an earlier run than graphopt's.\n\n"
             + table(["kernel", "B x N x D", *systems, "of copy"], lines))
     return Section("Fused norms and gates", sorted({f for f, _ in found}), text,
                    ("adaln", lambda p: plots.adaln([r for _, r in found], p)), rivals)
@@ -65,6 +67,19 @@ def bias_gradient(results: Results) -> Section | None:
             "Microseconds, and the share of the copy bandwidth (pass `column_sums`).\n\n"
             + table(["", "rows x columns", *systems, "of copy"], lines))
     return Section("Gradients of biases", sorted({f for f, _ in found}), text)
+
+
+def joint_launch(results: Results) -> Section | None:
+    """Two streams of a joint block in one launch or two."""
+    found = list(results.rows("joint_launch"))
+    if not found:
+        return None
+    systems = ("joint", "graphopt", "inductor")
+    lines = [[r["what"], r["size"], r["direction"], *(number(r["us"].get(s)) for s in systems)] for _, r in found]
+    text = ("`first`: norm and modulate of image and text; `second`: gate, residual, norm and modulate of both. "
+            "`joint`: the pass `joint_launch` on. B x image + text x D, microseconds.\n\n"
+            + table(["", "size", "direction", *systems], lines))
+    return Section("Two streams in one launch", sorted({f for f, _ in found}), text)
 
 
 def step(results: Results) -> Section | None:
@@ -277,7 +292,7 @@ def zoo(results: Results) -> Section | None:
     return Section("Thirty-one real models", sorted({f for f, _ in counted + matrix}), table(["", ""], lines))
 
 
-SECTIONS = (adaln, bias_gradient, step, peak, dsa, dsa_step, stream, schedule, several, kernels, zoo)
+SECTIONS = (adaln, bias_gradient, joint_launch, step, peak, dsa, dsa_step, stream, schedule, several, kernels, zoo)
 
 
 def source(results: Results, file: str) -> str:

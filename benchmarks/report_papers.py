@@ -12,7 +12,8 @@ HEAD = """# The papers' figures beside ours
 
 graphopt implements two papers: AdaptiveLoad (mixed data, fused norms) and MegaSlide-DiT (layer streaming, 3D
 deformable sliding attention). Neither released its kernels, models or data, so a row compares a published figure with
-what the same idea gives here, on our machine, at the size named. Made by `python benchmarks/report.py`.
+what the same idea gives here, on our machine, at the size named. Made by `python benchmarks/report.py` from the files
+of `benchmarks/results` named in the last column.
 """
 
 
@@ -21,6 +22,20 @@ class Rows(Protocol):
 
     def rows(self, name: str, **where: object) -> Iterator[tuple[str, Row]]:
         """Rows of a benchmark, with their file."""
+
+
+class Recorded:
+    """Rows of `results`, and the files of those that were taken."""
+
+    def __init__(self, results: Rows) -> None:
+        self.results = results
+        self.files: set[str] = set()
+
+    def rows(self, name: str, **where: object) -> Iterator[tuple[str, Row]]:
+        """As `results` gives them."""
+        for file, row in self.results.rows(name, **where):
+            self.files.add(file)
+            yield file, row
 
 
 def first(results: Rows, name: str, **where: object) -> Row | None:
@@ -119,30 +134,33 @@ SYSTEMS = {"resident": "resident dense", "resident_checkpointed": "resident dens
            "streamed": "streamed dense", "streamed_dsa": "streamed + DSA"}
 
 
+NAMES = {"105b": "a 105 B model's", "14b": "Wan 14B's"}
+
+
 def clips(results: Rows) -> str:
     """The largest clip at 1080p of each system, and the first that ran out of memory; by how much might be filled."""
     found = [r for _, r in results.rows("papers", figure="clip")]
     texts = []
-    for cap in sorted({r.get("cap_gib") for r in found}, key=lambda c: -(c or 1e9)):
+    group = lambda r: (-(r.get("cap_gib") or 1e9), r.get("width", "105b"), r["layers"], r["params_b"])
+    for key in sorted({group(r) for r in found}):
+        cap, width, layers, billions = key
         parts = []
         for system, name in SYSTEMS.items():
-            rows = sorted((r for r in found if r["system"] == system and r.get("cap_gib") == cap),
-                          key=lambda r: r["frames"])
+            rows = sorted((r for r in found if r["system"] == system and group(r) == key), key=lambda r: r["frames"])
             fitting, failed = [r for r in rows if r["fits"]], [r for r in rows if not r["fits"]]
             end = f"{failed[0]['frames']} out of memory" if failed else "its limit was not reached"
             if fitting:
                 r = fitting[-1]
-                seconds = "" if cap else f"{r['step_s']:.1f} s a step, "  # capped, others ran on the GPU beside it
+                # capped, others ran on the GPU beside it
+                seconds = "" if cap > -1e9 else f"{r['step_s']:.1f} s a step, "
                 parts.append(f"{name}: {r['frames']} frames ({r['tokens']:,} tokens, {seconds}"
                              f"{r['peak_gib']:.0f} GiB, host {r['host_gib']:.0f} GiB; {end})")
             elif failed:
                 parts.append(f"{name}: none ({end})")
-        texts.append(("the whole GPU: " if cap is None else f"{cap:.0f} GiB of it: ") + "; ".join(parts))
-    if not texts:
-        return MISSING
-    sizes = sorted({(r["layers"], r["params_b"]) for r in found})
-    layers = " or ".join(f"{n} layers ({b:.1f} B parameters)" for n, b in sizes)
-    return f"{layers} of a 105 B model's width; " + ". ".join(texts)
+        room = f"{-cap:.0f} GiB of the GPU" if cap > -1e9 else "the whole GPU"
+        size = f"{layers} layers of {NAMES[width]} width ({billions:.1f} B parameters)"
+        texts.append(f"{size}, {room}: " + "; ".join(parts))
+    return ". ".join(texts) or MISSING
 
 
 def clip_steps(results: Rows) -> str:
@@ -250,8 +268,12 @@ def papers(results: Rows) -> str:
     parts = [HEAD]
     for paper, rows in TABLES.items():
         parts.append(f"## {paper}\n")
-        parts.append("| figure | paper | here |\n| --- | --- | --- |")
-        parts += [f"| {name} | {published} | {cell(name, ours(results))} |" for name, published, ours in rows]
+        parts.append("| figure | paper | here | from |\n| --- | --- | --- | --- |")
+        for name, published, ours in rows:
+            taken = Recorded(results)
+            text = cell(name, ours(taken))
+            files = "" if text.startswith(MISSING) else ", ".join(f"`{f}`" for f in sorted(taken.files))
+            parts.append(f"| {name} | {published} | {text} | {files} |")
         parts.append("")
     if any(MISSING in part for part in parts):
         parts.append("A row without a figure has not run on a GPU yet; the command that measures it stands there.\n")

@@ -33,7 +33,7 @@ KEYS = ("model", "grid", "batch", "layers", "system")
 # cuDNN's attention faults on it (torch 2.11, Inductor alone as well): FlashAttention for every system
 WITHOUT_CUDNN = {"flux-dev"}
 # the passes beside the sites
-BESIDE = ("norm_rotate", "column_sums", "gradient_addends")
+BESIDE = ("norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch")
 
 
 def compiled(model: torch.nn.Module, system: str):

@@ -22,14 +22,14 @@ class Tile:
 def tile(D: int, P: Any) -> Tile:
     """The tile for P partial rows of one group (measured on an H200).
 
-    Each step over the rows costs one latency of L2, so 132 partials are read in one; with fewer of them, as with
-    several groups, taller tiles would only be masked.  Very wide rows have few partials.
+    Each step over the rows costs one latency of L2, so 132 partials are read in two, and in one where there are fewer,
+    as with several groups: taller tiles would only be masked.  Very wide rows have few partials.
     """
     if D > 8192:
         return Tile(16, 256, 8)
-    if isinstance(P, int) and P > 128:
-        return Tile(256, 16, 8)
-    return Tile(64, 32, 4) if isinstance(P, int) and P <= 64 else Tile(128, 16, 4)
+    if isinstance(P, int) and P > 256:
+        return Tile(256, 32, 4)
+    return Tile(64, 32, 4) if isinstance(P, int) and P <= 64 else Tile(128, 32, 4)
 
 
 def emit_sums(

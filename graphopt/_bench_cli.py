@@ -46,6 +46,7 @@ BENCHMARKS = {
     "adaln": Benchmark("adaln", "fused AdaLN operators against Inductor and eager, forward and backward", 1, 8),
     "adaln-errors": Benchmark("adaln_errors", "their errors at full size against fp64, and whether they repeat", 1, 3),
     "bias-gradient": Benchmark("bias_gradient", "gradients of biases against Inductor and eager", 1, 2),
+    "joint-launch": Benchmark("joint_launch", "image and text streams of a joint block in one launch or two", 1, 1),
     "rotary": Benchmark("rotary", "RMS norm and rotary embedding of queries against Inductor and eager", 1, 2),
     "step": Benchmark("step", "a training step: eager, Inductor, graphopt; time, memory, gradients", 1, 6),
     "verify": Benchmark("verify", "graphopt.verify on a model of real width: what it finds and costs", 1, 2),

@@ -30,6 +30,7 @@ from graphopt.passes import (
     land_gradients,
     pipeline,
     reuse_gradients,
+    stack_gradients,
 )
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
@@ -156,12 +157,14 @@ def with_order(
 ) -> dict[str, Any]:
     """Inductor's options for a graph where sites were rewritten: matmuls are put into the order that frees early, and
     kernels write gradients over gradients that die; where asked for, sums of gradients first go into the kernels that
-    read or make them.  lands: gradients of weights are written where a streamed model wants them."""
+    read or make them, gradients that are stacked are written where they are, and two streams share a launch.
+    lands: gradients of weights are written where a streamed model wants them."""
     fused = any(site.status == "rewritten" for site in sites)
     if config.compiler != "inductor" or not (fused or lands):
         return inductor_options
     late = [m for m in (gradient_addends, column_sums) if _name(m) in beside(config)]
-    last = [m for m in (joint_launch,) if _name(m) in beside(config)]
+    stacks, joins = (_name(m) in beside(config) for m in (stack_gradients, joint_launch))
+    both = _name(joint_launch) in config.experimental
     reuses = "reuse_gradients" not in config.disable
 
     def change(graph: fx.Graph) -> None:
@@ -171,13 +174,16 @@ def with_order(
             freeing_order.free_early(graph)
             if reuses:
                 reuse_gradients.reuse(graph)
-            for module in last:
-                module.fold(graph)
+            if stacks:
+                stack_gradients.fold(graph)
+            if joins:
+                joint_launch.fold(graph, everything=both)
         if lands:
             land_gradients.land(graph)
 
+    last = [m for m, runs in ((stack_gradients, stacks), (joint_launch, joins)) if runs]
     used = (*late, freeing_order, reuse_gradients, *last, *([land_gradients, landing] if lands else []))
-    names = ([(_name(m), version(m)) for m in used], fused, reuses, operators.source_hash())
+    names = ([(_name(m), version(m)) for m in used], fused, reuses, both, operators.source_hash())
     order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
     return {**inductor_options, _compat.POST_GRAD: order}
 

@@ -33,7 +33,7 @@ class Config:
 
     rules: names of rules or families that run; None: every rule that keeps the maths.
     disable: names that do not run, whatever `rules` says.
-    experimental: passes that run only when asked for: "joint_launch".
+    experimental: passes that do all they can only when asked for: "joint_launch", which joins forwards otherwise.
     select: "profitable" leaves a site to Inductor where it is predicted to be faster there, "all" rewrites every one.
     numerics: "fp32" rounds once at the end of a site, "eager" after each op of the source.
     on_error: "fallback" leaves a site alone when something about it fails, "raise" raises.

@@ -89,6 +89,11 @@ def _reasons(report: Report) -> Iterator[Why]:
                 yield Why(m.fqn, m.kind, m.node, m.where, "no site", None, m.reason)
 
 
+def _alike(s: Site) -> tuple[Any, ...]:
+    """What the sites on one line of a report have in common."""
+    return s.kind, s.rule, s.status, s.reason, s.dtype, s.shape
+
+
 @dataclass
 class Report:
     """Everything graphopt did to one compiled callable.
@@ -199,9 +204,9 @@ class Report:
             lines += [f"  note: {n}" for n in g.notes]
             if not g.sites:
                 lines.append("  no site: the graph goes through the compiler as it is")
-            groups = Counter((s.kind, s.rule, s.status, s.reason, s.dtype, s.shape) for s in g.sites)
-            for (kind, rule, status, reason, dtype, shape), n in groups.items():
-                first = next(s for s in g.sites if (s.kind, s.rule, s.status, s.reason) == (kind, rule, status, reason))
+            for group, n in Counter(map(_alike, g.sites)).items():
+                kind, rule, status, reason, dtype, shape = group
+                first = next(s for s in g.sites if _alike(s) == group)
                 size = ",".join(map(str, shape))
                 lines.append(f"  {n:4d} {kind:9} {status:9} {rule:19} {dtype}[{size}]  {first.fqn or '(root)'} ..")
                 if reason:

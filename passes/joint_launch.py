@@ -8,6 +8,9 @@ A text stream has a few hundred rows: its kernel is over before it has filled th
 Two launches of one generated kernel that do not depend on each other, one of them small (SMALL), become one
 (codegen/joint.py), in the forward and in the backward.
 
+By default forwards alone, of launches up to MOST: measured on an H200 (benchmarks/joint_launch.py) they gain 2 to 4 us
+each, while a backward, whose programs stay on their multiprocessors, loses 5 to 30.
+
 Runs on the graphs Inductor lowers.  Either what the second launch needs moves before the first, or what follows from
 the first moves behind the second, whichever holds less memory longer, and never more than LONGER.  Programs, and the
 order in which each adds, stay as they are, so the results do, bit by bit.
@@ -30,6 +33,7 @@ from graphopt.passes.freeing_order import base, last_readers, mutates, nbytes
 log = logging.getLogger(__name__)
 
 SMALL = 24 << 20  # bytes of the largest tensor of the smaller launch
+MOST = 96 << 20  # bytes of the largest tensor of the larger launch, by default
 LONGER = 64 << 20  # bytes that may be held longer than before
 AHEAD = 12  # launches looked at behind a first one
 
@@ -44,11 +48,11 @@ class Pair:
     hoist: bool
 
 
-def fold(graph: fx.Graph, small: int = SMALL) -> int:
-    """Join in place; returns how many launches disappeared."""
+def fold(graph: fx.Graph, small: int = SMALL, everything: bool = False) -> int:
+    """Join in place; returns how many launches disappeared.  everything: backwards and large forwards, too."""
     joined = 0
     tried: set[fx.Node] = set()
-    while (pair := find(graph, small, tried)) is not None:
+    while (pair := find(graph, small, everything, tried)) is not None:
         if compiles(pair):
             rewrite(graph, pair)
             joined += 1
@@ -60,7 +64,7 @@ def fold(graph: fx.Graph, small: int = SMALL) -> int:
     return joined
 
 
-def find(graph: fx.Graph, small: int, tried: set[fx.Node]) -> Pair | None:
+def find(graph: fx.Graph, small: int, everything: bool, tried: set[fx.Node]) -> Pair | None:
     """The next two launches that can be one.  tried: firsts that found no second, kept from call to call."""
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
@@ -70,7 +74,7 @@ def find(graph: fx.Graph, small: int, tried: set[fx.Node]) -> Pair | None:
         if first in tried:
             continue
         for second in calls[i + 1:i + 1 + AHEAD]:
-            if fits(first, second, small):
+            if (everything or gains(first, second)) and fits(first, second, small):
                 between = nodes[place[first] + 1:place[second]]
                 pair = plan(first, second, between, last)
                 if pair is not None:
@@ -86,6 +90,13 @@ def launched(node: fx.Node) -> bool:
         return False
     grid = _compat_triton.triton_grid(node)
     return grid is not None and all(isinstance(g, int) for g in grid) and set(grid[1:]) <= {1}
+
+
+def gains(first: fx.Node, second: fx.Node) -> bool:
+    """Are two launches of the kind that is faster as one?"""
+    calls = [_compat_triton.triton_call(n) for n in (first, second)]
+    return all(c is not None and c.name.endswith("_forward") and not c.name.startswith("norm_rotate")
+               and largest(c.arguments) <= MOST for c in calls)
 
 
 def fits(first: fx.Node, second: fx.Node, small: int) -> bool:

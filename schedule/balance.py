@@ -9,6 +9,8 @@ within 2 % of the optimum (tests/schedule/test_oracle.py).
 from __future__ import annotations
 
 import heapq
+import threading
+from concurrent.futures import CancelledError
 
 import numpy as np
 
@@ -72,6 +74,7 @@ def refine(
     *,
     tolerance: float,
     rounds: int = 60,
+    stop: threading.Event | None = None,
 ) -> np.ndarray:
     """Level the ranks of every step by exchanges; no rank loses its last unit.
 
@@ -79,6 +82,7 @@ def refine(
         step, rank, cost: [units], as for `lpt`.
         tolerance: stop where the fullest rank is within this fraction of the step's mean.
         rounds: at most this many rounds.
+        stop: if set, ends with CancelledError (from a thread that nobody waits for any more).
 
     Returns:
         int32 [units], the new ranks.
@@ -98,6 +102,8 @@ def refine(
     half = ranks // 2
     idle = np.zeros(steps, np.int64)
     for turn in range(rounds):
+        if stop is not None and stop.is_set():
+            raise CancelledError
         time = load.reshape(steps, ranks) / speed
         level = load.reshape(steps, ranks).sum(1) / speed.sum() * (1 + tolerance)
         todo = np.flatnonzero((time.max(1) > level) & (idle < PATIENCE))

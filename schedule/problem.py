@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +36,7 @@ class Problem:
         advice: what else may help where samples do not fit.
         uneven: steps may differ in cost where equal ones cannot be level.
         unlike: first step of each window where they do; planning fills it.
+        stop: set where planning was interrupted: its threads then end within a round of exchanges.
     """
 
     samples: Samples
@@ -56,6 +58,7 @@ class Problem:
     advice: str = ""
     uneven: bool = True
     unlike: set[int] = field(default_factory=set)
+    stop: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
     @property
     def tokens(self) -> np.ndarray:

@@ -130,23 +130,18 @@ def _windows(
     # Windows are independent; numpy lets go of the interpreter lock in its loops, so a second thread helps.
     with ThreadPoolExecutor(WORKERS) as pool:
         waiting: deque[Future[Window]] = deque()
-        for first, a, b in zip(range(0, steps, width), bounds[:-1], bounds[1:]):
-            waiting.append(
-                pool.submit(
-                    _balance,
-                    p,
-                    rows[a:b],
-                    shape[a:b],
-                    step[a:b] - first,
-                    min(width, steps - first),
-                    first,
-                    None if again is None else again[a:b],
-                )
-            )
-            if len(waiting) > WORKERS:
+        try:
+            for first, a, b in zip(range(0, steps, width), bounds[:-1], bounds[1:]):
+                some = None if again is None else again[a:b]
+                waiting.append(pool.submit(_balance, p, rows[a:b], shape[a:b], step[a:b] - first,
+                                           min(width, steps - first), first, some))  # fmt: skip
+                if len(waiting) > WORKERS:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        except BaseException:  # Ctrl-C, say: the pool would wait for every window that was begun
+            p.stop.set()
+            raise
 
 
 def second_uses(rows: np.ndarray) -> np.ndarray:
@@ -212,7 +207,8 @@ def exchange(p: Problem, units: Units, steps: int, most: np.ndarray, turns: tupl
     step, rank, shape, size = units
     for rounds in turns:
         cost = p.cost(shape, size * p.atom)
-        rank = refine(step, rank, cost, steps, p.groups, p.speeds, tolerance=TOLERANCE, rounds=rounds)
+        rank = refine(step, rank, cost, steps, p.groups, p.speeds, tolerance=TOLERANCE, rounds=rounds,
+                      stop=p.stop)  # fmt: skip
         step, rank, shape, size = merge(step, rank, shape, size, most, p, p.groups)
     return step, rank, shape, size
 

@@ -89,7 +89,7 @@ def _fill(
     bin_ = lpt(chunk, p.cost(shape, size * p.atom), chunks, bins, None)
     for n in rounds:
         cost = p.cost(shape, size * p.atom)
-        bin_ = refine(chunk, bin_, cost, chunks, bins, None, tolerance=tolerance, rounds=n)
+        bin_ = refine(chunk, bin_, cost, chunks, bins, None, tolerance=tolerance, rounds=n, stop=p.stop)
         chunk, bin_, shape, size = merge(chunk, bin_, shape, size, most, p, bins)
     return chunk, bin_, shape, size
 

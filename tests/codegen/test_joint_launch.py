@@ -103,10 +103,10 @@ def launches(gm: fx.GraphModule) -> list[str]:
     return [c.name for n in gm.graph.nodes if (c := _compat_triton.triton_call(n)) is not None]
 
 
-def joined(gm: fx.GraphModule, count: int) -> None:
+def joined(gm: fx.GraphModule, count: int, everything: bool = False) -> None:
     """Joins `count` pairs, and computes the same as before, bit by bit."""
     before = [t.clone() for t in gm()]
-    assert joint_launch.fold(gm.graph) == count
+    assert joint_launch.fold(gm.graph, everything=everything) == count
     gm.graph.lint()
     gm.recompile()
     for a, b in zip(before, gm()):
@@ -125,17 +125,31 @@ def factors(b: Builder, B: int, D: int) -> list[fx.Node]:
     *(pytest.param(D, rows, text, marks=pytest.mark.nightly) for D in (640, 1152, 3072) for rows, text in ((23, 5), (3, 2))),
 ])
 def test_forward_and_backward(device: str, D: int, rows: int, text: int) -> None:
+    gm = two_streams(device, D, rows, text)
+    assert len(launches(gm)) == 6
+    joined(gm, 3, everything=True)
+    assert all(name.endswith("_joint") for name in launches(gm))
+    assert len(launches(gm)) == 3
+
+
+def test_forwards_alone_by_default(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = two_streams(device, 96, 23, 5)
+    joined(gm, 1)
+    assert sorted(launches(gm)) == sorted(["norm_modulate_forward_joint", *["norm_modulate_backward"] * 2,
+                                           *["norm_modulate_sums"] * 2])
+    monkeypatch.setattr(joint_launch, "MOST", 23 * 96 * 2 * 2 - 1)  # bytes of the larger stream, less one
+    joined(two_streams(device, 96, 23, 5), 0)
+
+
+def two_streams(device: str, D: int, rows: int, text: int) -> fx.GraphModule:
+    """F1 of an image and a text stream and its backward, six launches."""
     b, B = Builder(device), 2
     streams = [(b.random(B, n, D), factors(b, B, D), b.random(B, n, D)) for n in (rows, text)]
     made = [b.forward(x, f) for x, f, _ in streams]
     b.results += [m["Y"] for m in made]
     for (x, f, dy), m in zip(streams, made):
         b.results += b.backward(dy, x, f, m)
-    gm = b.done()
-    assert len(launches(gm)) == 6
-    joined(gm, 3)
-    assert all(name.endswith("_joint") for name in launches(gm))
-    assert len(launches(gm)) == 3
+    return b.done()
 
 
 def test_what_the_second_needs_moves_up(device: str) -> None:

@@ -97,6 +97,16 @@ def test_small_errors_in_all_trials_are_seen(monkeypatch) -> None:
     assert output.ratio > 1
 
 
+def test_ill_conditioned_trials_that_are_worse_than_eager_are_seen() -> None:
+    """Three times eager's error in the eighth of trials that are farthest off; better than eager everywhere else."""
+    eager = torch.logspace(-3, -1, 128, dtype=torch.float64)
+    ours = eager * torch.where(torch.arange(128) >= 112, 3.0, 0.8)
+    found = accuracy.apart_of("dx", torch.stack([ours**2, eager**2, torch.ones(128)], 1), torch.bfloat16)
+    assert found.ours < found.eager
+    assert found.single < accuracy.SINGLE
+    assert found.ratio > 1
+
+
 def test_where_the_truth_is_zero_the_error_itself_counts(monkeypatch) -> None:
     """The gradient of x behind a layer norm of one channel is 0: 1e-4 of it is an error without a size to compare with."""
     assert max(m.ratio for m in few(1, {}, monkeypatch)) <= 1

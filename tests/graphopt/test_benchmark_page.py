@@ -96,3 +96,13 @@ def test_flops_of_the_papers_page_are_those_torch_counts() -> None:
         return counter.get_total_flops()
 
     assert counted(2) - counted(1) == wan_flops("1.3b", 1, 5 * 30 * 52)
+
+
+def test_figures_that_no_named_file_has_are_listed() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from docs_figures import unfound
+
+    files = {"h200/step.json": [242.4155, 0.0371, 12.6e9]}
+    page = ("# A\n242.4 ms, 3.7 %, 11.7 GiB and 249.7 ms (`benchmarks/results/h200/step.json`)\n```\n9.9\n```\n"
+            "## B\n1.030x of 242.4 ms\n## C\nnothing\n")
+    assert list(unfound(page, files)) == [("# A", ["h200/step.json"], ["249.7"]), ("## B", [], ["1.030", "242.4"])]

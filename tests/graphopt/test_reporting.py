@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import graphopt
 from graphopt.errors import ConfigError, GraphoptError, RewriteError, unwrap
+from graphopt.passes.record import Prediction
 
 ALL = {"graphopt.select": "all", "graphopt.compiler": "aot_eager"}
 
@@ -68,7 +70,7 @@ def test_json_is_complete_and_stable() -> None:
     assert data["version"] == 1
     (site, _) = data["graphs"][0]["passes"][-1]["sites"]
     assert site["kind"] == "modulate"
-    assert site["where"].endswith("test_reporting.py:23")
+    assert site["where"].endswith("test_reporting.py:25")
     assert site["shape"] == [2, 5, 8]
     assert report.to_json() == report.to_json()
     assert "2 modulate sites (2 rewritten)" in str(report)
@@ -159,3 +161,16 @@ def test_logging(caplog) -> None:
     lines = [r for r in caplog.records if r.name.startswith("graphopt")]
     assert len(lines) == 1
     assert "2 modulate sites (2 rewritten)" in lines[0].getMessage()
+
+
+def test_predicted_times_are_those_of_their_own_shape() -> None:
+    f = compiled(lambda x, c, s, b: [F.layer_norm(v, (8,)) * (1 + s) + b for v in (x, c)])
+    x, s, b = operands()
+    f(x, x[:, :2].clone(), s, b)
+    report = graphopt.report(f)
+    for record in report.graphs[0].passes:
+        record.sites = [replace(s, predicted=Prediction(10.0 * s.shape[1], 100.0)) for s in record.sites]
+    lines = str(report).splitlines()
+    for rows in (2, 5):
+        at = next(i for i, line in enumerate(lines) if f"[2,{rows},8]" in line)
+        assert f"predicted {10 * rows} us a step, Inductor 100 us" in lines[at + 1]

@@ -149,14 +149,14 @@ def branch_norm_gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, BRANCH_WEIG
 
 @triton.jit
 def branch_norm_gate_norm_modulate_sums(PARTIAL, DGATE, DBRANCH_WEIGHT, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 144
-    which = tl.program_id(0) // 144 % 4
-    group = tl.program_id(0).to(tl.int64) // 576
-    c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256).to(tl.int64)
+    tile = tl.program_id(0) % 72
+    which = tl.program_id(0) // 72 % 4
+    group = tl.program_id(0).to(tl.int64) // 288
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128).to(tl.int64)
     start = PARTIAL + group * P * 9216 + tl.where(which == 3, 6912, tl.where(which == 2, 4608, tl.where(which == 1, 2304, 0)))
-    total = tl.zeros([256, 16], tl.float32)
-    for first in range(0, P, 256):
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
         inside = (first + r < P)[:, None] & (c < 2304)[None, :]
         total += tl.load(start + (first + r)[:, None] * 9216 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

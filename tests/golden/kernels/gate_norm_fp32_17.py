@@ -61,14 +61,14 @@ def gate_norm_affine_backward(DY, DH, H, BRANCH, GATE, WEIGHT, DX, DBRANCH, MEAN
 
 @triton.jit
 def gate_norm_affine_sums(PARTIAL, DGATE, DWEIGHT, DBIAS, P):
-    tile = tl.program_id(0) % 2
-    which = tl.program_id(0) // 2 % 3
-    group = tl.program_id(0).to(tl.int64) // 6
-    c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256).to(tl.int64)
+    tile = tl.program_id(0) % 1
+    which = tl.program_id(0) // 1 % 3
+    group = tl.program_id(0).to(tl.int64) // 3
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128).to(tl.int64)
     start = PARTIAL + group * P * 51 + tl.where(which == 2, 34, tl.where(which == 1, 17, 0))
-    total = tl.zeros([256, 16], tl.float32)
-    for first in range(0, P, 256):
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
         inside = (first + r < P)[:, None] & (c < 17)[None, :]
         total += tl.load(start + (first + r)[:, None] * 51 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

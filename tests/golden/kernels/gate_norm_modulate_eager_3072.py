@@ -3,77 +3,79 @@ import triton.language as tl
 
 
 @triton.jit
-def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, N, gate_g, scale_g, shift_g):
+def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, N, P, gate_g, scale_g, shift_g):
     zero = tl.program_id(2)  # the grid has one dimension
-    row = tl.program_id(0).to(tl.int64)
-    group = row // N
+    group = tl.program_id(0).to(tl.int64) // P
+    first = (tl.program_id(0) % P) * 2
     c_0 = tl.arange(0, 512)
     c_1 = 512 + tl.arange(0, 512)
     c_2 = 1024 + tl.arange(0, 512)
     c_3 = 1536 + tl.arange(0, 512)
     c_4 = 2048 + tl.arange(0, 512)
     c_5 = 2560 + tl.arange(0, 512)
-    x_0 = tl.load(X + row * 3072 + c_0).to(tl.float32)
-    branch_0 = tl.load(BRANCH + row * 3072 + c_0).to(tl.float32)
-    x_1 = tl.load(X + row * 3072 + c_1).to(tl.float32)
-    branch_1 = tl.load(BRANCH + row * 3072 + c_1).to(tl.float32)
-    x_2 = tl.load(X + row * 3072 + c_2).to(tl.float32)
-    branch_2 = tl.load(BRANCH + row * 3072 + c_2).to(tl.float32)
-    x_3 = tl.load(X + row * 3072 + c_3).to(tl.float32)
-    branch_3 = tl.load(BRANCH + row * 3072 + c_3).to(tl.float32)
-    x_4 = tl.load(X + row * 3072 + c_4).to(tl.float32)
-    branch_4 = tl.load(BRANCH + row * 3072 + c_4).to(tl.float32)
-    x_5 = tl.load(X + row * 3072 + c_5).to(tl.float32)
-    branch_5 = tl.load(BRANCH + row * 3072 + c_5).to(tl.float32)
     gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
-    gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
-    gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
-    gate_3 = tl.load(GATE + group * gate_g + c_3).to(tl.float32)
-    gate_4 = tl.load(GATE + group * gate_g + c_4).to(tl.float32)
-    gate_5 = tl.load(GATE + group * gate_g + c_5).to(tl.float32)
-    h_0 = ((x_0 + ((branch_0 * gate_0).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 3072 + c_0, (h_0).to(tl.bfloat16))
-    h_1 = ((x_1 + ((branch_1 * gate_1).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 3072 + c_1, (h_1).to(tl.bfloat16))
-    h_2 = ((x_2 + ((branch_2 * gate_2).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 3072 + c_2, (h_2).to(tl.bfloat16))
-    h_3 = ((x_3 + ((branch_3 * gate_3).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 3072 + c_3, (h_3).to(tl.bfloat16))
-    h_4 = ((x_4 + ((branch_4 * gate_4).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 3072 + c_4, (h_4).to(tl.bfloat16))
-    h_5 = ((x_5 + ((branch_5 * gate_5).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    tl.store(H + row * 3072 + c_5, (h_5).to(tl.bfloat16))
-    whole = tl.sum(h_0 + h_1 + h_2 + h_3 + h_4 + h_5, 0)
-    mean = whole * 0.0003255208333333333
-    mean = tl.fma(tl.fma(mean, -3072.0, whole), 0.0003255208333333333, mean)
-    centred_0 = h_0 - mean
-    centred_1 = h_1 - mean
-    centred_2 = h_2 - mean
-    centred_3 = h_3 - mean
-    centred_4 = h_4 - mean
-    centred_5 = h_5 - mean
-    variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3 + centred_4 * centred_4 + centred_5 * centred_5, 0)) * 0.0003255208333333333
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
     gain_0 = (1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
-    tl.store(Y + row * 3072 + c_0, (((((centred_0 * rstd).to(tl.bfloat16).to(tl.float32) * gain_0)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_0).to(tl.bfloat16))
+    gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
     gain_1 = (1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
-    tl.store(Y + row * 3072 + c_1, (((((centred_1 * rstd).to(tl.bfloat16).to(tl.float32) * gain_1)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_1).to(tl.bfloat16))
+    gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
     gain_2 = (1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_2 = tl.load(SHIFT + group * shift_g + c_2).to(tl.float32)
-    tl.store(Y + row * 3072 + c_2, (((((centred_2 * rstd).to(tl.bfloat16).to(tl.float32) * gain_2)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_2).to(tl.bfloat16))
+    gate_3 = tl.load(GATE + group * gate_g + c_3).to(tl.float32)
     gain_3 = (1.0 + tl.load(SCALE + group * scale_g + c_3).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_3 = tl.load(SHIFT + group * shift_g + c_3).to(tl.float32)
-    tl.store(Y + row * 3072 + c_3, (((((centred_3 * rstd).to(tl.bfloat16).to(tl.float32) * gain_3)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_3).to(tl.bfloat16))
+    gate_4 = tl.load(GATE + group * gate_g + c_4).to(tl.float32)
     gain_4 = (1.0 + tl.load(SCALE + group * scale_g + c_4).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_4 = tl.load(SHIFT + group * shift_g + c_4).to(tl.float32)
-    tl.store(Y + row * 3072 + c_4, (((((centred_4 * rstd).to(tl.bfloat16).to(tl.float32) * gain_4)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_4).to(tl.bfloat16))
+    gate_5 = tl.load(GATE + group * gate_g + c_5).to(tl.float32)
     gain_5 = (1.0 + tl.load(SCALE + group * scale_g + c_5).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     shift_5 = tl.load(SHIFT + group * shift_g + c_5).to(tl.float32)
-    tl.store(Y + row * 3072 + c_5, (((((centred_5 * rstd).to(tl.bfloat16).to(tl.float32) * gain_5)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_5).to(tl.bfloat16))
-    tl.store(MEAN + row, mean)
-    tl.store(RSTD + row, rstd)
+    for step in tl.range(first, tl.minimum(first + 2, N), num_stages=3):
+        row = group * N + tl.cast(step, tl.int64)
+        x_0 = tl.load(X + row * 3072 + c_0).to(tl.float32)
+        branch_0 = tl.load(BRANCH + row * 3072 + c_0).to(tl.float32)
+        x_1 = tl.load(X + row * 3072 + c_1).to(tl.float32)
+        branch_1 = tl.load(BRANCH + row * 3072 + c_1).to(tl.float32)
+        x_2 = tl.load(X + row * 3072 + c_2).to(tl.float32)
+        branch_2 = tl.load(BRANCH + row * 3072 + c_2).to(tl.float32)
+        x_3 = tl.load(X + row * 3072 + c_3).to(tl.float32)
+        branch_3 = tl.load(BRANCH + row * 3072 + c_3).to(tl.float32)
+        x_4 = tl.load(X + row * 3072 + c_4).to(tl.float32)
+        branch_4 = tl.load(BRANCH + row * 3072 + c_4).to(tl.float32)
+        x_5 = tl.load(X + row * 3072 + c_5).to(tl.float32)
+        branch_5 = tl.load(BRANCH + row * 3072 + c_5).to(tl.float32)
+        h_0 = ((x_0 + ((branch_0 * gate_0).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 3072 + c_0, (h_0).to(tl.bfloat16))
+        h_1 = ((x_1 + ((branch_1 * gate_1).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 3072 + c_1, (h_1).to(tl.bfloat16))
+        h_2 = ((x_2 + ((branch_2 * gate_2).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 3072 + c_2, (h_2).to(tl.bfloat16))
+        h_3 = ((x_3 + ((branch_3 * gate_3).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 3072 + c_3, (h_3).to(tl.bfloat16))
+        h_4 = ((x_4 + ((branch_4 * gate_4).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 3072 + c_4, (h_4).to(tl.bfloat16))
+        h_5 = ((x_5 + ((branch_5 * gate_5).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+        tl.store(H + row * 3072 + c_5, (h_5).to(tl.bfloat16))
+        whole = tl.sum(h_0 + h_1 + h_2 + h_3 + h_4 + h_5, 0)
+        mean = whole * 0.0003255208333333333
+        mean = tl.fma(tl.fma(mean, -3072.0, whole), 0.0003255208333333333, mean)
+        centred_0 = h_0 - mean
+        centred_1 = h_1 - mean
+        centred_2 = h_2 - mean
+        centred_3 = h_3 - mean
+        centred_4 = h_4 - mean
+        centred_5 = h_5 - mean
+        variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3 + centred_4 * centred_4 + centred_5 * centred_5, 0)) * 0.0003255208333333333
+        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        tl.store(Y + row * 3072 + c_0, (((((centred_0 * rstd).to(tl.bfloat16).to(tl.float32) * gain_0)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_0).to(tl.bfloat16))
+        tl.store(Y + row * 3072 + c_1, (((((centred_1 * rstd).to(tl.bfloat16).to(tl.float32) * gain_1)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_1).to(tl.bfloat16))
+        tl.store(Y + row * 3072 + c_2, (((((centred_2 * rstd).to(tl.bfloat16).to(tl.float32) * gain_2)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_2).to(tl.bfloat16))
+        tl.store(Y + row * 3072 + c_3, (((((centred_3 * rstd).to(tl.bfloat16).to(tl.float32) * gain_3)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_3).to(tl.bfloat16))
+        tl.store(Y + row * 3072 + c_4, (((((centred_4 * rstd).to(tl.bfloat16).to(tl.float32) * gain_4)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_4).to(tl.bfloat16))
+        tl.store(Y + row * 3072 + c_5, (((((centred_5 * rstd).to(tl.bfloat16).to(tl.float32) * gain_5)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_5).to(tl.bfloat16))
+        tl.store(MEAN + row, mean)
+        tl.store(RSTD + row, rstd)
 
 
 @triton.jit
@@ -152,14 +154,14 @@ def gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, SCALE, DX, DBRANCH, MEA
 
 @triton.jit
 def gate_norm_modulate_sums(PARTIAL, DGATE, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 192
-    which = tl.program_id(0) // 192 % 3
-    group = tl.program_id(0).to(tl.int64) // 576
-    c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256).to(tl.int64)
+    tile = tl.program_id(0) % 96
+    which = tl.program_id(0) // 96 % 3
+    group = tl.program_id(0).to(tl.int64) // 288
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128).to(tl.int64)
     start = PARTIAL + group * P * 9216 + tl.where(which == 2, 6144, tl.where(which == 1, 3072, 0))
-    total = tl.zeros([256, 16], tl.float32)
-    for first in range(0, P, 256):
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
         inside = (first + r < P)[:, None] & (c < 3072)[None, :]
         total += tl.load(start + (first + r)[:, None] * 9216 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

@@ -33,14 +33,14 @@ def gate_backward(DH, BRANCH, GATE, DBRANCH, PARTIAL, N, P, gate_g):
 
 @triton.jit
 def gate_sums(PARTIAL, DGATE, P):
-    tile = tl.program_id(0) % 4
-    which = tl.program_id(0) // 4 % 1
-    group = tl.program_id(0).to(tl.int64) // 4
-    c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256).to(tl.int64)
+    tile = tl.program_id(0) % 2
+    which = tl.program_id(0) // 2 % 1
+    group = tl.program_id(0).to(tl.int64) // 2
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128).to(tl.int64)
     start = PARTIAL + group * P * 64 + 0
-    total = tl.zeros([256, 16], tl.float32)
-    for first in range(0, P, 256):
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
         inside = (first + r < P)[:, None] & (c < 64)[None, :]
         total += tl.load(start + (first + r)[:, None] * 64 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

@@ -5,7 +5,7 @@ import triton.language as tl
 @triton.jit
 def norm_modulate_forward(X, SCALE, SHIFT, Y, MEAN, RSTD, N, P, scale_g, shift_g):
     group = tl.program_id(0).to(tl.int64) // P
-    first = (tl.program_id(0) % P) * 4
+    first = (tl.program_id(0) % P) * 3
     c_0 = tl.arange(0, 256)
     c_1 = 256 + tl.arange(0, 256)
     c_2 = 512 + tl.arange(0, 256)
@@ -21,7 +21,7 @@ def norm_modulate_forward(X, SCALE, SHIFT, Y, MEAN, RSTD, N, P, scale_g, shift_g
     shift_3 = tl.load(SHIFT + group * shift_g + c_3).to(tl.float32)
     gain_4 = 1.0 + tl.load(SCALE + group * scale_g + c_4).to(tl.float32)
     shift_4 = tl.load(SHIFT + group * shift_g + c_4).to(tl.float32)
-    for step in tl.range(first, tl.minimum(first + 4, N), num_stages=3):
+    for step in tl.range(first, tl.minimum(first + 3, N), num_stages=3):
         row = group * N + tl.cast(step, tl.int64)
         x_0 = tl.load(X + row * 1152 + c_0).to(tl.float32)
         x_1 = tl.load(X + row * 1152 + c_1).to(tl.float32)
@@ -186,14 +186,14 @@ def norm_modulate_backward(DY, H, SCALE, DX, MEAN, RSTD, PARTIAL, N, P, scale_g)
 
 @triton.jit
 def norm_modulate_sums(PARTIAL, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 72
-    which = tl.program_id(0) // 72 % 2
-    group = tl.program_id(0).to(tl.int64) // 144
-    c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256).to(tl.int64)
+    tile = tl.program_id(0) % 36
+    which = tl.program_id(0) // 36 % 2
+    group = tl.program_id(0).to(tl.int64) // 72
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128).to(tl.int64)
     start = PARTIAL + group * P * 2304 + tl.where(which == 1, 1152, 0)
-    total = tl.zeros([256, 16], tl.float32)
-    for first in range(0, P, 256):
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
         inside = (first + r < P)[:, None] & (c < 1152)[None, :]
         total += tl.load(start + (first + r)[:, None] * 2304 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

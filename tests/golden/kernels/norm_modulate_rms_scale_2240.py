@@ -81,14 +81,14 @@ def norm_modulate_backward(DY, H, SCALE, DX, RSTD, PARTIAL, N, P, scale_g):
 
 @triton.jit
 def norm_modulate_sums(PARTIAL, DSCALE, P):
-    tile = tl.program_id(0) % 140
-    which = tl.program_id(0) // 140 % 1
-    group = tl.program_id(0).to(tl.int64) // 140
-    c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256).to(tl.int64)
+    tile = tl.program_id(0) % 70
+    which = tl.program_id(0) // 70 % 1
+    group = tl.program_id(0).to(tl.int64) // 70
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128).to(tl.int64)
     start = PARTIAL + group * P * 2240 + 0
-    total = tl.zeros([256, 16], tl.float32)
-    for first in range(0, P, 256):
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
         inside = (first + r < P)[:, None] & (c < 2240)[None, :]
         total += tl.load(start + (first + r)[:, None] * 2240 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

@@ -93,14 +93,14 @@ def norm_modulate_backward(DY, H, SCALE, SCALE_TABLE, DX, DSCALE, DSHIFT, MEAN, 
 
 @triton.jit
 def norm_modulate_sums(PARTIAL, DSCALE, DSHIFT, P):
-    tile = tl.program_id(0) % 192
-    which = tl.program_id(0) // 192 % 2
-    group = tl.program_id(0).to(tl.int64) // 384
-    c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256).to(tl.int64)
+    tile = tl.program_id(0) % 96
+    which = tl.program_id(0) // 96 % 2
+    group = tl.program_id(0).to(tl.int64) // 192
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128).to(tl.int64)
     start = PARTIAL + group * P * 6144 + tl.where(which == 1, 3072, 0)
-    total = tl.zeros([256, 16], tl.float32)
-    for first in range(0, P, 256):
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
         inside = (first + r < P)[:, None] & (c < 3072)[None, :]
         total += tl.load(start + (first + r)[:, None] * 6144 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)

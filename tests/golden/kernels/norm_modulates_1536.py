@@ -120,14 +120,14 @@ def norm_modulates_backward(DY, DY2, DY3, H, SCALE, SCALE2, DX, MEAN, RSTD, PART
 
 @triton.jit
 def norm_modulates_sums(PARTIAL, DSCALE, DSHIFT, DSCALE2, P):
-    tile = tl.program_id(0) % 96
-    which = tl.program_id(0) // 96 % 3
-    group = tl.program_id(0).to(tl.int64) // 288
-    c = tile * 16 + tl.arange(0, 16)
-    r = tl.arange(0, 256).to(tl.int64)
+    tile = tl.program_id(0) % 48
+    which = tl.program_id(0) // 48 % 3
+    group = tl.program_id(0).to(tl.int64) // 144
+    c = tile * 32 + tl.arange(0, 32)
+    r = tl.arange(0, 128).to(tl.int64)
     start = PARTIAL + group * P * 4608 + tl.where(which == 2, 3072, tl.where(which == 1, 1536, 0))
-    total = tl.zeros([256, 16], tl.float32)
-    for first in range(0, P, 256):
+    total = tl.zeros([128, 32], tl.float32)
+    for first in range(0, P, 128):
         inside = (first + r < P)[:, None] & (c < 1536)[None, :]
         total += tl.load(start + (first + r)[:, None] * 4608 + c[None, :], mask=inside, other=0.0)
     value = tl.sum(total, 0)
