@@ -48,17 +48,15 @@ def attention(parts: list[str]) -> None:
 
 
 def heads() -> None:
-    """Both directions of both engines, in one kernel and in two, one tile of a plane per program and several."""
+    """Both directions of both engines, one tile of a plane per program and several."""
     for grid, C, out, dtype in HEADS:
         make = lambda *s, dtype=dtype: torch.randn(*s, device="cuda", dtype=dtype)
         x, weight, bias = make(2, math.prod(grid), C), make(C, 1, 3, 3, 3), make(C)
         matrix, last = make(out, C), make(out)
-        ways = [("walks", 96, True), ("walks", 2, True)]
-        ways += [("tiles", 96, True), ("tiles", 2, False)] if C % 16 == 0 else []
-        for engine, programs, head_launch.FUSED in ways:
-            head_launch.engine_of, head_launch.CONVOLUTIONS = lambda *_a, engine=engine: engine, engine
+        for engine, programs in [(e, n) for e in ("mma", "dot") if e == "dot" or C % 16 == 0 for n in (96, 2)]:
+            head_launch.engine_of = lambda *_a, engine=engine: engine
             head_launch.BACKWARD = replace(head_launch.BACKWARD, programs=programs)
-            head_launch.TILE_SLOPE = replace(head_launch.TILE_SLOPE, programs=programs)
+            head_launch.MMA_SLOPE = replace(head_launch.MMA_SLOPE, programs=programs)
             y, u = head.triton_forward(x, weight, bias, matrix, last, *grid)
             head.triton_backward(torch.randn_like(y), x, u, weight, bias, matrix, *grid)
         torch.cuda.synchronize()

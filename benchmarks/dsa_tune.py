@@ -2,7 +2,7 @@
 
     python benchmarks/dsa_tune.py                            the size of the bar: 21 x 45 x 80 tokens, 1,536 channels
     python benchmarks/dsa_tune.py --grid 3 6 8 --once        compile only
-    python benchmarks/dsa_tune.py --only tiles whole         parts: tiles (tensor cores), walks (fmas), whole
+    python benchmarks/dsa_tune.py --only walks whole         parts: walks (convolutions), linear, slope, whole
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _results
 import _timing
 
-from graphopt.codegen.dsa import head, head_launch, head_tiles
+from graphopt.codegen.dsa import head, head_launch
 from graphopt.codegen.dsa.head_launch import Product, Walk
 
 WHOLE = 1 << 20
 FORWARDS = [Walk((2, 4), (1, 4), WHOLE), Walk((2, 4), (2, 2), WHOLE)]
 BACKWARDS = [Walk((1, 4), (2, 2), 96), Walk((1, 5), (2, 2), 96)]
 SLOPES = [Product(64, 64, 4, 2, 44), Product(64, 64, 4, 3, 44)]
-LINEARS = [Product(64, 64, 4, 4), Product(64, 128, 4, 3)]
-TILE_SLOPES = [33, 66, 99, 198]  # programs over the rows
+LINEARS = [Product(64, 64, 4, 4), Product(64, 64, 4, 3), Product(64, 64, 4, 2), Product(64, 128, 4, 2),
+           Product(32, 64, 2, 4), Product(32, 128, 2, 3), Product(32, 128, 4, 3), Product(128, 64, 4, 3)]
+STEPS_AHEAD = [0, 1, 2, 4]
 Case = tuple[str, str, Callable[[], object]]
 
 
@@ -51,41 +52,25 @@ def cases(grid: tuple[int, int, int], C: int, out: int) -> Iterator[Case]:
     dy = torch.randn(1, N, out, device="cuda")
     y = torch.empty_like(dy)
     rest, L = (weight, bias, matrix, last), head_launch
-    low = {engine: L.narrow(dy, x.dtype, engine) for engine in ("tiles", "walks")}
-    convolution = cut("CONVOLUTIONS", "tiles", lambda: L.convolve(x, weight, bias, u, grid, "tiles"))
-    yield "tiles", "convolution", convolution
-    fused = cut("CONVOLUTIONS", "tiles", lambda: L.transposed(x, du, weight, dx, grid, "tiles"))
-    yield "tiles", "backward, fused", fused
-    yield "tiles", "backward, two kernels", cut("FUSED", False, fused)
-    for warps in (4, 16):
-        yield "tiles", f"convolution, {warps} warps", cut("WORDS", warps, convolution, head_tiles)
-    yield "tiles", "backward, fused, 4 warps", cut("WORDS", 4, fused, head_tiles)
-    yield "tiles", "linear", lambda: L.linear(u, matrix, last, y, "tiles")
-    for n in TILE_SLOPES:
-        slope = lambda: L.slope(u, low["tiles"][0], matrix, du, "tiles")
-        yield "tiles", f"slope, {n} programs", cut(
-            "TILE_SLOPE", Product(16, L.TILE_SLOPE.channels, L.WARPS, 1, n), slope)
-    parts = [L.slope(u, low["tiles"][0], matrix, du, "tiles"), fused()]
-    yield "tiles", "rounding of dy", lambda: L.narrow(dy, x.dtype, "tiles")
-    yield "tiles", "sums of parts", lambda: L.add(parts[1], parts[0], low["tiles"][1], weight, bias, matrix)
-    yield "tiles", "transposed convolution alone", lambda: L.tile("head_backward_input", (du, weight, dx), x, grid)
-    gradient = lambda: L.tile("head_weight", (du, x, parts[1]), x, grid)
-    yield "tiles", "weight gradient alone", gradient
-    yield "tiles", "weight gradient alone, 128 registers", cut("REGISTERS", {"head_weight": 128}, gradient)
-    for w in FORWARDS:
-        yield "walks", f"convolution {w}", cut("FORWARD", w, lambda: L.convolve(x, weight, bias, u, grid, "walks"))
-    for w in BACKWARDS:
-        yield "walks", f"backward {w}", cut("BACKWARD", w, lambda: L.transposed(x, du, weight, dx, grid, "walks"))
+    low = {engine: L.narrow(dy, x.dtype, engine) for engine in ("mma", "dot")}
+    slope = lambda: L.slope(u, low["mma"][0], matrix, du, "mma")
+    for steps in STEPS_AHEAD:
+        yield "slope", f"slope, {steps} steps ahead", cut("AHEAD", steps, slope)
+    yield "slope", "slope, 66 programs", cut("MMA_SLOPE", Product(16, L.MMA_SLOPE.channels, L.WARPS, 1, 66), slope)
     for p in SLOPES:
-        yield "walks", f"slope {p}", cut("SLOPE", p, lambda: L.slope(u, low["walks"][0], matrix, du, "walks"))
+        yield "slope", f"slope {p}", cut("SLOPE", p, lambda: L.slope(u, low["dot"][0], matrix, du, "dot"))
     for p in LINEARS:
-        yield "walks", f"linear {p}", cut("LINEAR", p, lambda: L.linear(u, matrix, last, y, "walks"))
+        yield "linear", f"linear {p}", cut("LINEAR", p, lambda: L.linear(u, matrix, last, y))
+    for w in FORWARDS:
+        yield "walks", f"convolution {w}", cut("FORWARD", w, lambda: L.convolve(x, weight, bias, u, grid))
+    for w in BACKWARDS:
+        yield "walks", f"backward {w}", cut("BACKWARD", w, lambda: L.transposed(x, du, weight, dx, grid))
+    yield "whole", "rounding of dy", lambda: L.narrow(dy, x.dtype, "mma")
+    parts = [L.slope(u, low["mma"][0], matrix, du, "mma"), L.transposed(x, du, weight, dx, grid)]
+    yield "whole", "sums of parts", lambda: L.add(parts[1], parts[0], low["mma"][1], weight, bias, matrix)
     kept = head.triton_forward(x, *rest, *grid)[1]
-    for kind in ("walks", "tiles"):
-        forward = lambda: head.triton_forward(x, *rest, *grid)
-        backward = lambda: head.triton_backward(dy, x, kept, *rest[:3], *grid)
-        yield "whole", f"forward, convolutions by {kind}", cut("CONVOLUTIONS", kind, forward)
-        yield "whole", f"backward, convolutions by {kind}", cut("CONVOLUTIONS", kind, backward)
+    yield "whole", "forward", lambda: head.triton_forward(x, *rest, *grid)
+    yield "whole", "backward", lambda: head.triton_backward(dy, x, kept, *rest[:3], *grid)
     big = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
     other = torch.empty_like(big)
     yield "whole", "copy of 1 GiB", lambda: other.copy_(big)
@@ -97,7 +82,7 @@ def main() -> None:
     parser.add_argument("--grid", type=int, nargs=3, default=[21, 45, 80])
     parser.add_argument("--channels", type=int, default=1536)
     parser.add_argument("--out", type=int, default=36)
-    parser.add_argument("--only", nargs="*", default=["tiles", "walks", "whole"])
+    parser.add_argument("--only", nargs="*", default=["walks", "linear", "slope", "whole"])
     parser.add_argument("--folder", type=Path, default=None, help="where dsa_tune.json goes")
     parser.add_argument("--once", action="store_true")
     args = parser.parse_args()
@@ -106,8 +91,12 @@ def main() -> None:
     for part, name, launch in cases(tuple(args.grid), args.channels, args.out):
         if part not in args.only:
             continue
-        launch()
-        torch.cuda.synchronize()
+        try:
+            launch()
+            torch.cuda.synchronize()
+        except RuntimeError as failed:
+            print(f"FAILED {part} {name}: {str(failed).splitlines()[0][:200]}", flush=True)
+            continue
         if args.once:
             continue
         ms = do_bench(launch, warmup=3, rep=20, return_mode="median")

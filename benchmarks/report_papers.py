@@ -196,7 +196,8 @@ def mfu(results: Rows) -> str:
         for _, r in results.rows("stream"):
             if r.get("width") in WAN and r.get("step_ms") and r["system"] in ("graphopt", "serial"):
                 share = 3 * wan_flops(r["width"], r["layers"], r["tokens"]) / (r["step_ms"] / 1e3) / PEAK
-                how = f"prefetch, {r['update']}" if r["overlap"] else "no prefetch"
+                graphs = " as CUDA graphs" if r.get("graphs") else ""
+                how = f"prefetch, {r['update']}{graphs}" if r["overlap"] else "no prefetch"
                 parts.setdefault(r["tokens"], []).append(f"{100 * share:.0f} % {how} ({r['params_b']:.1f} B)")
     return "; ".join(f"{tokens:,} tokens: " + ", ".join(found) for tokens, found in sorted(parts.items())) or MISSING
 

@@ -58,6 +58,8 @@ def table(folder: Path) -> str:
     for arm in _arms(seeds):
         curves = [s["arms"][arm]["curve"] for s in seeds if s["arms"].get(arm)]
         steps = min(c[-1]["step"] for c in curves)  # a run may have been cut off
+        own = [s["arms"][arm]["pretrain"][-1]["error"] for s in seeds if "pretrain" in s["arms"].get(arm, {})]
+        rows |= {f"pre-trained, for {arm}": own} if own else {}  # the arm is of another run
         name = arm if steps == seeds[0]["setup"]["adapt"] else f"{arm}, {steps} steps only"
         rows[name] = [p["error"] for c in curves for p in c if p["step"] == steps]
     for arm, errors in rows.items():

@@ -121,7 +121,7 @@ def land(graph: fx.Graph, cat: fx.Node, slots: list[Slot]) -> bool:
         return False
     with graph.inserting_before(calls[0]):
         now = graph.call_function(aten.empty.memory_format, (shape,), dict(empty.kwargs))
-    now.meta["val"] = cat.meta["val"]
+    now.meta["val"] = fresh(cat.meta["val"])
     for node, kernel, names in kernels:
         now = write(graph, node, kernel, names, now)
     pieces: Any = cat.args[0]
@@ -135,6 +135,11 @@ def land(graph: fx.Graph, cat: fx.Node, slots: list[Slot]) -> bool:
     for node in calls:
         graph.erase_node(node)
     return True
+
+
+def fresh(value: torch.Tensor) -> torch.Tensor:
+    """A value of the same form with memory of its own, or Inductor would find its argument read later and clone it."""
+    return torch.empty_like(value)
 
 
 def shape_of(cat: fx.Node, empty: fx.Node) -> list[Any] | None:
@@ -166,9 +171,9 @@ def write(graph: fx.Graph, node: fx.Node, kernel: Any, names: set[str], stack: f
     grid: Any = _compat_triton.triton_grid(node)
     with graph.inserting_before(node):
         new = _compat_triton.add_triton_call(graph, kernel, _compat_triton.triton_warps(node), grid, arguments, written)
-        new.meta["val"] = {n: arguments[n].meta["val"] for n in written}
+        new.meta["val"] = {n: fresh(arguments[n].meta["val"]) for n in written}
         result = graph.call_function(operator.getitem, (new, STACK))
-        result.meta["val"] = stack.meta["val"]
+        result.meta["val"] = fresh(stack.meta["val"])
     for user in list(node.users):
         if user.args[1] not in names:
             user.args = (new, user.args[1])

@@ -18,11 +18,14 @@ from dataclasses import dataclass
 FORWARD_UNITS, FORWARD_S = 15, 0.11e-3
 BACKWARD_UNITS, BACKWARD_S = 131, 0.57e-3
 # what one layer's recomputation and backward hold at once: tensors as wide as a token, and as its inner product; fitted
-# on the peaks of Wan 1.3B (7,800 and 32,760 tokens) and of the 14B's width (7,800)
-HELD_UNITS = 21.7
-HELD_INNER_UNITS = 1.56
-# beside it, where layers are replayed as CUDA graphs: buffers of inputs and of an output's gradient, as wide as a token
-GRAPH_UNITS = 2.3
+# on the peaks of Wan 1.3B (7,800 and 32,760 tokens) and of the 14B's width (7,800), with the libraries' workspaces
+HELD_UNITS = 19.0
+HELD_INNER_UNITS = 2.2
+WORKSPACE_BYTES = 2 * (32 << 20)  # cuBLAS on a Hopper, for each of the two threads that launch
+# beside it, where layers are replayed as CUDA graphs: the same workspaces for the stream that records, buffers of
+# inputs, the pool's waste, and what runs between layers, which cannot use the pool: as wide as a token, fitted on one
+# peak of Wan 1.3B (7,800 tokens)
+GRAPH_UNITS = 7.5
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 

@@ -74,7 +74,10 @@ def choose(head_dim: int, dtype: torch.dtype, device: str, target: str | None, g
     if offsets in ("none", "whole"):
         return Choice("window", "no offsets: nothing to interpolate" if offsets == "none" else "whole offsets")
     if target == "sm90":
-        return Choice("fused", "offsets on Hopper: interpolation in registers")
+        few = cut[0] * cut[1] * cut[2] <= 27
+        return Choice("fused", "offsets on Hopper: interpolation in registers" + (
+            "; loading each query's few keys by themselves takes longer (docs/dsa.md: no gather engine)"
+            if few else ""))
     return Choice("lattice", f"offsets on {target}: accumulators there do not hold lattice neighbours in registers")
 
 

@@ -30,8 +30,8 @@ MAX_OUT = 128
 def source_hash() -> str:
     """Twelve hex digits over this file and the kernels."""
     folder = Path(__file__).parent
-    names = ("head.py", "head_launch.py", "head_emit.py", "head_tiles.py", "head_products.py", "head_kernels.py",
-             "head_mma_kernels.py", "device.py")
+    names = ("head.py", "head_launch.py", "head_emit.py", "head_products.py", "head_kernels.py", "head_mma_kernels.py",
+             "device.py")
     text = b"".join((folder / name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]
 
@@ -86,11 +86,10 @@ def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, 
                    W: int) -> tuple[Tensor, Tensor]:
     """(offsets, u): the convolution writes u, the linear layer reads it through GELU."""
     B, N, C = x.shape
-    engine = head_launch.engine_of(x, out_weight.shape[0])
     u = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    head_launch.convolve(_in_words(x), weight, bias, u, (T, H, W), engine)
+    head_launch.convolve(_in_words(x), weight, bias, u, (T, H, W))
     y = torch.empty((B, N, out_weight.shape[0]), dtype=torch.float32, device=x.device)
-    head_launch.linear(u, out_weight.to(x.dtype).contiguous(), out_bias.contiguous(), y, engine)
+    head_launch.linear(u, out_weight.to(x.dtype).contiguous(), out_bias.contiguous(), y)
     return y, u
 
 
@@ -101,7 +100,7 @@ def triton_backward(dy: Tensor, x: Tensor, u: Tensor, weight: Tensor, bias: Tens
     du, dx = torch.empty_like(u), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     low, of_rows = head_launch.narrow(dy, x.dtype, engine)
     of_slope = head_launch.slope(u, low, out_weight.to(x.dtype).contiguous(), du, engine)
-    of_taps = head_launch.transposed(_in_words(x), du, weight, dx, (T, H, W), engine)
+    of_taps = head_launch.transposed(_in_words(x), du, weight, dx, (T, H, W))
     return (dx, *head_launch.add(of_taps, of_slope, of_rows, weight, bias, out_weight))
 
 

@@ -1,8 +1,8 @@
-"""Launches of the offset head's kernels, and which of two sets a GPU gets.
+"""Launches of the offset head's kernels: fmas for the convolutions (head_emit.py), tl.dot for the linear layer
+(head_kernels.py), and for its backward, the slope, one of two that a GPU gets:
 
-    tiles   tensor cores without tl.dot (head_tiles.py, head_products.py): NVIDIA from sm80, channels a multiple of 16
-    walks   fmas for the convolutions (head_emit.py), tl.dot for the linear layer (head_kernels.py): everything else,
-            and wherever Triton does not hold one element of a value per thread
+    mma     tensor cores without tl.dot (head_products.py): NVIDIA from sm80, channels a multiple of 16
+    dot     tl.dot (head_kernels.py): everything else, and where Triton does not hold one element of a value per thread
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphopt.codegen import store
-from graphopt.codegen.dsa import head_emit, head_products, head_tiles
+from graphopt.codegen.dsa import head_emit, head_products
 
 log = logging.getLogger(__name__)
 Grid = tuple[int, int, int]
@@ -60,16 +60,13 @@ class Product:
 
 FORWARD = Walk((2, 4), (1, 4), 1 << 20)
 BACKWARD = Walk((1, 4), (2, 2), 96)
-LINEAR = Product(64, 64, 4, 4)
+LINEAR = Product(64, 64, 4, 3)
 SLOPE = Product(64, 64, 4, 3, 44)
-TILE_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 66)
+MMA_SLOPE = Product(16, head_products.CHANNELS * head_products.WARPS, head_products.WARPS, 1, 33)
 NARROW = Product(64, 64, 4, 1, 264)
 WARPS = head_products.WARPS
-# of a head whose linear layer runs in tiles; the tiles' forward took 0.252 ms on an H200 where the walks take 0.236
-CONVOLUTIONS = "walks"
-CHANNELS_AT_ONCE = 2 * head_tiles.WORDS
-REGISTERS: dict[str, int] = {}  # of a thread, by kernel, where the compiler's choice is not taken
-FUSED = True  # the transposed convolution and the weight gradient in one kernel
+AHEAD = 2  # steps of MMA_SLOPE that are called into L2 before they are loaded: 0.167 ms on an H200, 0.198 without
+CHANNELS_AT_ONCE = 16
 
 
 def uses_ptx() -> bool:
@@ -78,14 +75,14 @@ def uses_ptx() -> bool:
 
 
 def engine_of(x: Tensor, out: int) -> str:
-    """ "tiles" or "walks", for a tensor on its device and a number of outputs."""
+    """ "mma" or "dot", for a tensor on its device and a number of outputs."""
     if x.shape[-1] % CHANNELS_AT_ONCE:
-        return "walks"
+        return "dot"
     if x.device.type != "cuda":
-        return "tiles"  # the interpreter
+        return "mma"  # the interpreter
     if torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "walks"
-    return "tiles" if _sound(x.shape[-1], out, x.dtype, x.device, CONVOLUTIONS) else "walks"
+        return "dot"
+    return "mma" if _sound(x.shape[-1], out, x.dtype, x.device) else "dot"
 
 
 def one_per_thread(ttgir: str) -> bool:
@@ -97,25 +94,19 @@ def one_per_thread(ttgir: str) -> bool:
 
 
 @cache
-def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device, convolutions: str) -> bool:
-    """Compile the tile kernels for a GPU and look at their layouts: nothing in Triton promises them."""
+def _sound(C: int, out: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Compile the kernel of "mma" for a GPU and look at its layouts: nothing in Triton promises them."""
     with torch.cuda.device(device):
         x = torch.empty((1, 1, C), dtype=dtype, device=device)
-        words = torch.empty((C, 27), dtype=torch.float32, device=device)
-        launches = [
-            (_products("head_linear", out), [x, x, words, words, 1, *_product_options(x)], {"num_warps": WARPS}),
-            (_products("head_slope", out), [x, x, x, x, words, 1, 1, *_product_options(x)], {"num_warps": WARPS})]
-        if convolutions == "tiles":
-            launches += [(_tiles(name), *_tile_arguments(name, tensors, x, (1, 1, 1))) for name, tensors in (
-                ("head_convolve", (x, words, words, x)), ("head_backward", (x, x, words, x, words)))]
-        for kernel, arguments, options in launches:
-            text = kernel.warmup(*arguments, grid=(1,), **options).asm.get("ttgir")
-            if text is None or not one_per_thread(text):
-                log.warning("graphopt: the offset head runs without its tensor core kernels: %s", (
-                    f"Triton's cache holds {kernel.__name__} without the text that tells its layout; empty the cache"
-                    if text is None else f"{kernel.__name__} would spread values over threads"))
-                return False
-    return True
+        sums = torch.empty((1,), dtype=torch.float32, device=device)
+        kernel, _, arguments, options = _slope_launch(x, x, x, x, sums, 1, out)
+        text = kernel.warmup(*arguments, grid=(1,), **options).asm.get("ttgir")
+    if text is not None and one_per_thread(text):
+        return True
+    log.warning("graphopt: the offset head runs without its tensor core kernel: %s", (
+        f"Triton's cache holds {kernel.__name__} without the text that tells its layout; empty the cache"
+        if text is None else f"{kernel.__name__} would spread values over threads"))
+    return False
 
 
 @cache
@@ -124,17 +115,19 @@ def _walks(name: str, strip: head_emit.Strip) -> Any:
 
 
 @cache
-def _tiles(name: str) -> Any:
-    return getattr(store.load(name, head_tiles.module(name)), name)
-
-
-@cache
 def _products(name: str, out: int) -> Any:
     return getattr(store.load(name, head_products.module(name, out)), name)
 
 
-def _product_options(x: Tensor) -> tuple[int, int, bool, bool]:
-    return x.shape[-1], WARPS, x.dtype == torch.float16, uses_ptx()
+Launch = tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]  # kernel, programs, arguments, options
+
+
+def _slope_launch(u: Tensor, low: Tensor, matrix: Tensor, du: Tensor, parts: Tensor, rows: int, out: int) -> Launch:
+    programs, steps = MMA_SLOPE.launch(rows)
+    C = u.shape[-1]
+    arguments = [u, low, matrix, du, parts, rows, steps, C, WARPS, u.dtype == torch.float16, uses_ptx(),
+                 AHEAD]
+    return _products("head_slope", out), (programs, -(-C // MMA_SLOPE.channels)), arguments, {"num_warps": WARPS}
 
 
 def taps(weight: Tensor) -> Tensor:
@@ -153,55 +146,17 @@ def walk(kernel: str, cut: Walk, tensors: tuple[Tensor, ...], x: Tensor, grid: G
         x.dtype == torch.float16, uses_ptx(), num_warps=math.prod(cut.block), num_stages=1)
 
 
-def blocks_across(H: int, W: int) -> tuple[int, int, int]:
-    """(blocks side by side in w, programs in w, programs over a plane): the cut with the fewest programs."""
-    cuts = []
-    for bw in (1, 2, 4, 8, 16):
-        across = -(-W // (head_tiles.COLUMNS * bw))
-        cuts.append((across * -(-H // (head_tiles.ROWS * (head_tiles.BLOCKS // bw))), bw, across))
-    programs, bw, across = min(cuts)
-    return bw, across, programs
-
-
-def _tile_arguments(kernel: str, tensors: tuple[Tensor, ...], x: Tensor,
-                    grid: Grid) -> tuple[list[Any], dict[str, Any]]:
-    bw, across, _ = blocks_across(*grid[1:])
-    strides = [] if kernel == "head_backward_input" else [x.stride(0) // 2, x.stride(1) // 2]
-    return [*tensors, *grid, bw, across, *strides, x.shape[-1], head_tiles.WORDS, x.dtype == torch.float16,
-            uses_ptx()], {"num_warps": head_tiles.WORDS, "num_stages": 1,
-                          **({"maxnreg": REGISTERS[kernel]} if kernel in REGISTERS else {})}
-
-
-def tile(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, grid: Grid) -> None:
-    """Launch a convolution on tensor cores; it reads x in words of two channels."""
-    B, _, C = x.shape
-    arguments, options = _tile_arguments(kernel, tensors, x, grid)
-    programs = (-(-C // (2 * head_tiles.WORDS)), blocks_across(*grid[1:])[2], B)
-    _tiles(kernel)[programs](*arguments, **options)
-
-
-def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid, engine: str) -> None:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor, grid: Grid) -> None:
     """u = the depthwise convolution of x."""
-    if engine == "tiles" == CONVOLUTIONS:
-        tile("head_convolve", (x, weight.contiguous(), bias.contiguous(), u), x, grid)
-    else:
-        even_odd = bias.float().view(-1, 2).T.contiguous()
-        walk("head_convolve", FORWARD, (x, taps(weight), even_odd, u), x, grid)
+    even_odd = bias.float().view(-1, 2).T.contiguous()
+    walk("head_convolve", FORWARD, (x, taps(weight), even_odd, u), x, grid)
 
 
-def transposed(x: Tensor, du: Tensor, weight: Tensor, dx: Tensor, grid: Grid, engine: str) -> Tensor:
+def transposed(x: Tensor, du: Tensor, weight: Tensor, dx: Tensor, grid: Grid) -> Tensor:
     """dx = the transposed convolution of du; the weight gradient in parts [n, C, 27]."""
     B, _, C = x.shape
-    fast = engine == "tiles" == CONVOLUTIONS
-    n = blocks_across(*grid[1:])[2] if fast else BACKWARD.launch(*grid[1:], C)[0]
-    parts = torch.empty((B * n, C, 27), dtype=torch.float32, device=x.device)
-    if not fast:
-        walk("head_backward_input", BACKWARD, (x, du, taps(weight), dx, parts), x, grid)
-    elif FUSED:
-        tile("head_backward", (du, x, weight.contiguous(), dx, parts), x, grid)
-    else:
-        tile("head_backward_input", (du, weight.contiguous(), dx), x, grid)
-        tile("head_weight", (du, x, parts), x, grid)
+    parts = torch.empty((B * BACKWARD.launch(*grid[1:], C)[0], C, 27), dtype=torch.float32, device=x.device)
+    walk("head_backward_input", BACKWARD, (x, du, taps(weight), dx, parts), x, grid)
     return parts
 
 
@@ -210,14 +165,10 @@ def padded(out: int) -> int:
     return max(16, 1 << (out - 1).bit_length())
 
 
-def linear(u: Tensor, matrix: Tensor, bias: Tensor, y: Tensor, engine: str) -> None:
+def linear(u: Tensor, matrix: Tensor, bias: Tensor, y: Tensor) -> None:
     """y [.., out] = gelu(u) @ matrix^T + bias; matrix [out, C] has u's dtype."""
     C, out = u.shape[-1], matrix.shape[0]
     rows = u.numel() // C
-    if engine == "tiles":
-        programs = -(-rows // (16 * WARPS))
-        _products("head_linear", out)[(programs,)](u, matrix, bias, y, rows, *_product_options(u), num_warps=WARPS)
-        return
     from graphopt.codegen.dsa import head_kernels
 
     head_kernels.head_linear[(-(-rows // LINEAR.rows),)](
@@ -232,7 +183,7 @@ def narrow(dy: Tensor, dtype: torch.dtype, engine: str) -> tuple[Tensor, Tensor]
     out = dy.shape[-1]
     rows = dy.numel() // out
     programs, steps = NARROW.launch(rows)
-    pitch = 16 * head_products.steps_of(out) if engine == "tiles" else padded(out)
+    pitch = 16 * head_products.steps_of(out) if engine == "mma" else padded(out)
     low = torch.empty((rows, pitch), dtype=dtype, device=dy.device)
     parts = torch.empty((programs, out), dtype=torch.float32, device=dy.device)
     head_kernels.head_narrow[(programs,)](
@@ -246,17 +197,15 @@ def slope(u: Tensor, low: Tensor, matrix: Tensor, du: Tensor, engine: str) -> Te
 
     out, C = matrix.shape
     rows = u.numel() // C
-    cut = TILE_SLOPE if engine == "tiles" else SLOPE
-    programs, steps = cut.launch(rows)
+    programs, steps = (MMA_SLOPE if engine == "mma" else SLOPE).launch(rows)
     parts = torch.empty((programs, out + 1, C), dtype=torch.float32, device=u.device)
-    grid = (programs, -(-C // cut.channels))
-    if engine == "tiles":
-        _products("head_slope", out)[grid](
-            u, low, matrix, du, parts, rows, steps, *_product_options(u), num_warps=WARPS)
+    if engine == "mma":
+        function, where, arguments, options = _slope_launch(u, low, matrix, du, parts, rows, out)
+        function[where](*arguments, **options)
     else:
-        head_kernels.head_slope[grid](
-            u, low, matrix, du, parts, rows, steps, C, out, padded(out), cut.rows, cut.channels, cut.stages,
-            u.dtype == torch.float16, uses_ptx(), num_warps=cut.warps)
+        head_kernels.head_slope[(programs, -(-C // SLOPE.channels))](
+            u, low, matrix, du, parts, rows, steps, C, out, padded(out), SLOPE.rows, SLOPE.channels, SLOPE.stages,
+            u.dtype == torch.float16, uses_ptx(), num_warps=SLOPE.warps)
     return parts
 
 

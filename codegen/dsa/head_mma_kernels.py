@@ -11,35 +11,6 @@ from graphopt.codegen.dsa.head_kernels import unpack_channels
 
 
 @triton.jit
-def low_halves(a, b, PTX: tl.constexpr):
-    # the lower 16 bits of a, below those of b
-    if PTX:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True,
-                                         pack=1)
-    else:
-        return (a & 0xFFFF) | (b << 16)
-
-
-@triton.jit
-def high_halves(a, b, PTX: tl.constexpr):
-    # the upper 16 bits of a, below those of b
-    if PTX:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True,
-                                         pack=1)
-    else:
-        return ((a >> 16) & 0xFFFF) | (b & -65536)
-
-
-@triton.jit
-def halve(x, K: tl.constexpr):
-    # [n, K] -> the even columns and the odd ones, [n, K / 2] or [n]
-    if K == 2:
-        return tl.split(x)
-    else:
-        return tl.split(tl.reshape(x, [x.shape[0], K // 2, 2]))
-
-
-@triton.jit
 def square(word, HALF: tl.constexpr):
     # 8 x 8 values per warp: thread 4 i + j holds row i, columns 2 j and 2 j + 1
     low, high = unpack_channels(word, HALF)
@@ -51,24 +22,6 @@ def product(a, b):
     # rows times rows: [warps, 8, 8] each -> two values per thread, row i, columns 2 j and 2 j + 1
     c = tl.sum(tl.expand_dims(a, 2) * tl.expand_dims(b, 1), 3)
     return tl.split(tl.reshape(c, [c.shape[0] * 32, 2]))
-
-
-@triton.jit
-def multiply_8(a0, a1, b, c0, c1, c2, c3, HALF: tl.constexpr, PTX: tl.constexpr):
-    # C [16, 8] += A [16, 8] B [8, 8]; A's upper and lower rows, B transposed
-    if PTX:
-        if HALF:
-            return tl.inline_asm_elementwise(
-                "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};",
-                "=f,=f,=f,=f,r,r,r,f,f,f,f", [a0, a1, b, c0, c1, c2, c3], dtype=(tl.float32,) * 4, is_pure=True, pack=1)
-        else:
-            return tl.inline_asm_elementwise(
-                "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};",
-                "=f,=f,=f,=f,r,r,r,f,f,f,f", [a0, a1, b, c0, c1, c2, c3], dtype=(tl.float32,) * 4, is_pure=True, pack=1)
-    else:
-        d0, d1 = product(square(a0, HALF), square(b, HALF))
-        d2, d3 = product(square(a1, HALF), square(b, HALF))
-        return c0 + d0, c1 + d1, c2 + d2, c3 + d3
 
 
 @triton.jit
@@ -86,8 +39,11 @@ def multiply_16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, HALF: tl.constexpr, PTX:
                 "{$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
                 dtype=(tl.float32,) * 4, is_pure=True, pack=1)
     else:
-        c0, c1, c2, c3 = multiply_8(a0, a1, b0, c0, c1, c2, c3, HALF, PTX)
-        return multiply_8(a2, a3, b1, c0, c1, c2, c3, HALF, PTX)
+        d0, d1 = product(square(a0, HALF), square(b0, HALF))
+        d2, d3 = product(square(a1, HALF), square(b0, HALF))
+        e0, e1 = product(square(a2, HALF), square(b1, HALF))
+        e2, e3 = product(square(a3, HALF), square(b1, HALF))
+        return c0 + d0 + e0, c1 + d1 + e1, c2 + d2 + e2, c3 + d3 + e3
 
 
 @triton.jit
@@ -113,6 +69,15 @@ def from_thread(x, MASK: tl.constexpr, PTX: tl.constexpr):
         pairs = tl.permute(tl.reshape(x, [x.shape[0] // (2 * MASK), 2, MASK]), [0, 2, 1])
         first, second = tl.split(pairs)
         return tl.reshape(tl.permute(tl.join(second, first), [0, 2, 1]), [x.shape[0]])
+
+
+@triton.jit
+def prefetch(at, inside, PTX: tl.constexpr):
+    # into L2, where `inside` is not 0
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [at.to(tl.int64), inside], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

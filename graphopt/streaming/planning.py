@@ -222,8 +222,8 @@ def _activations(used: list[HostLayer], tokens: int, micro: int, graphs: bool) -
         one = (costs.HELD_UNITS * width + costs.HELD_INNER_UNITS * inner) * size
         widest, fixed = max(widest, one), max(fixed, costs.GRAPH_UNITS * width * size)
     each = max(1, tokens // micro)
-    parts = {"inputs of layers": kept, "one layer": int(each * widest)}
-    return parts | ({"inputs of graphs": int(each * fixed)} if graphs else {})
+    parts = {"inputs of layers": kept, "one layer": int(each * widest), "workspaces": costs.WORKSPACE_BYTES}
+    return parts | ({"graphs": int(each * fixed) + costs.WORKSPACE_BYTES} if graphs else {})
 
 
 def _width(layer: HostLayer) -> tuple[int, int, int]:

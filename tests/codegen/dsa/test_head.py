@@ -41,30 +41,26 @@ def test_gradcheck_and_opcheck() -> None:
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(("engine", "grid", "C", "out", "dtype"), [
-    ("walks, several tiles", (2, 3, 3), 20, 6, torch.float16), ("walks", (1, 2, 5), 70, 3, torch.bfloat16),
-    ("walks", (2, 2, 5), 8, 3, torch.float16), ("tiles", (2, 2, 3), 16, 6, torch.float16),
-    ("tiles, two kernels", (2, 1, 7), 16, 6, torch.float16), ("tiles", (1, 1, 7), 48, 20, torch.float16),
-    ("tiles", (2, 3, 5), 16, 3, torch.bfloat16),
-    pytest.param("tiles", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
-    pytest.param("tiles", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param("tiles, two kernels", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param("tiles behind walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param("walks", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu)])
+    ("dot, several tiles", (2, 3, 3), 20, 6, torch.float16), ("dot", (1, 2, 5), 70, 3, torch.bfloat16),
+    ("dot", (2, 2, 5), 8, 3, torch.float16), ("mma", (2, 2, 3), 16, 6, torch.float16),
+    ("mma", (1, 1, 7), 48, 20, torch.float16), ("mma", (2, 3, 5), 16, 3, torch.bfloat16),
+    pytest.param("mma", (3, 5, 19), 80, 36, torch.float16, marks=pytest.mark.gpu),
+    pytest.param("mma", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("mma", (5, 17, 23), 1536, 36, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("dot", (5, 17, 23), 320, 36, torch.bfloat16, marks=pytest.mark.gpu)])
 def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
-    if engine == "walks, several tiles":
+    if engine == "dot, several tiles":
         monkeypatch.setattr(head_launch, "BACKWARD", head_launch.Walk((1, 2), (1, 2), 2))
         monkeypatch.setattr(head_launch, "FORWARD", head_launch.Walk((1, 2), (2, 1), 1))
-    monkeypatch.setattr(head_launch, "FUSED", "two" not in engine)
-    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "walks" if "walks" in engine else "tiles")
-    if not engine.startswith("tiles"):
-        monkeypatch.setattr(head_launch, "engine_of", lambda *_a: "walks")
+    if engine != "mma":
+        monkeypatch.setattr(head_launch, "engine_of", lambda *_a: "dot")
     else:
-        assert head_launch.engine_of(torch.empty(1, 1, C, dtype=dtype, device=device), out) == "tiles"
+        assert head_launch.engine_of(torch.empty(1, 1, C, dtype=dtype, device=device), out) == "mma"
     x, *rest = sample(grid, C, out, dtype=dtype, device=device)
     wide = [t.double() for t in (x, *rest)]
     y, u = head.triton_forward(x, *rest, *grid)
     Y, kept = head.reference_forward(*wide, *grid)
-    limit = 7e-3 if dtype == torch.bfloat16 else 1e-3  # u, z and dy are rounded, as by eager layers
+    limit = 4e-3 if dtype == torch.bfloat16 else 1e-3  # u, z and dy are rounded, as by eager layers
     error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
     assert y.dtype == torch.float32
     assert error(u, head._convolve(*wide[:3], *grid)) < limit
@@ -78,37 +74,6 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
     for a, b, c in zip(got, want, again):
         assert error(a, b) < limit
         assert torch.equal(a, c)
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize(("grid", "dtype"), [
-    ((2, 4, 14), torch.float16), ((2, 4, 14), torch.bfloat16), ((1, 33, 3), torch.float16),
-    pytest.param((3, 2, 97), torch.float16, marks=pytest.mark.gpu)])
-def test_convolutions_on_tensor_cores(grid, dtype, device, monkeypatch) -> None:
-    """Every token of odd grids, and a weight gradient whose only roundings are the inputs'."""
-    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "tiles")
-    x, weight, bias, *_ = sample(grid, 16, 3, B=1, dtype=dtype, device=device)
-    u, du = torch.full_like(x, float("nan")), torch.randn_like(x)
-    dx = torch.full_like(x, float("nan"))
-    head_launch.convolve(x, weight, bias, u, grid, "tiles")
-    leaves = [t.double().requires_grad_() for t in (x, weight)]
-    want = head._convolve(*leaves, bias.double(), *grid)
-    parts = head_launch.transposed(x, du, weight, dx, grid, "tiles")
-    dwant = torch.autograd.grad(want, leaves, du.double())
-    error = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
-    rounding = 2e-3 if dtype == torch.bfloat16 else 3e-4
-    assert error(u, want) < rounding
-    assert error(dx, dwant[0]) < rounding
-    assert error(parts.sum(0).view_as(weight), dwant[1]) < 1e-6
-
-
-def test_the_cut_of_a_plane_follows_its_shape() -> None:
-    for H, W in ((45, 80), (30, 52), (1, 1), (2, 200), (200, 2)):
-        bw, across, programs = head_launch.blocks_across(H, W)
-        assert across * bw * 6 >= W
-        assert (programs // across) * (16 // bw) * 2 >= H
-        assert (across - 1) * bw * 6 < W
-    assert head_launch.blocks_across(45, 80)[::2] == (2, 21)  # 7 x 3 programs of 8 x 2 blocks
 
 
 def test_values_spread_over_threads_are_noticed() -> None:
@@ -144,8 +109,8 @@ def test_a_cache_without_its_text_is_not_trusted(monkeypatch, caplog) -> None:
     """Triton's cache may hold the binary alone; then nothing tells how values lie in threads."""
     from types import SimpleNamespace
 
-    kernel = SimpleNamespace(__name__="head_linear", warmup=lambda *_a, **_k: SimpleNamespace(asm={"cubin": b""}))
+    kernel = SimpleNamespace(__name__="head_slope", warmup=lambda *_a, **_k: SimpleNamespace(asm={"cubin": b""}))
     monkeypatch.setattr(head_launch, "_products", lambda *_a: kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda _d: torch.no_grad())
-    assert not head_launch._sound.__wrapped__(16, 3, torch.bfloat16, torch.device("cpu"), "walks")
+    assert not head_launch._sound.__wrapped__(16, 3, torch.bfloat16, torch.device("cpu"))
     assert "empty the cache" in caplog.text

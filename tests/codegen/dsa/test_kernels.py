@@ -200,7 +200,7 @@ def forms(*kernels_) -> dict[str, int]:
 
 
 @pytest.mark.gpu
-def test_one_compile_for_all_grids(monkeypatch) -> None:
+def test_one_compile_for_all_grids() -> None:
     from graphopt.codegen.dsa import head, head_kernels, head_launch, lattice, window_kernels
 
     module = kernels.fused((3, 3, 3), False, True)
@@ -208,9 +208,9 @@ def test_one_compile_for_all_grids(monkeypatch) -> None:
     shared = (lattice.row_sums, lattice.tile_reach, lattice.spread, lattice.query_boxes, lattice.gather,
               window_kernels.window_forward, window_kernels.window_backward_query, window_kernels.window_backward_key,
               head_kernels.head_narrow, head_kernels.head_add)
-    monkeypatch.setattr(head_launch, "CONVOLUTIONS", "tiles")
-    of_head = (*(head_launch._tiles(n) for n in ("head_convolve", "head_backward")),
-               *(head_launch._products(n, 9) for n in ("head_linear", "head_slope")))
+    of_head = (head_launch._walks("head_convolve", head_launch.FORWARD.strip), head_kernels.head_linear,
+               head_launch._walks("head_backward_input", head_launch.BACKWARD.strip),
+               head_launch._products("head_slope", 9))
     first: dict[str, int] = {}
     for grid in ((3, 5, 7), (4, 6, 8), (5, 16, 16), (9, 10, 11), (3, 64, 3), (16, 8, 32), (7, 7, 7), (13, 20, 36)):
         attend_and_check("cuda", grid, (3, 3, 3), heads=2, D=128)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from resident import OPTIONS, train
@@ -9,7 +12,7 @@ from tiny_dit import TinyDiT, inputs
 
 import graphopt
 from graphopt.errors import ConfigError
-from graphopt.schedule.stream_plan import Rates
+from graphopt.schedule.stream_plan import WORKSPACE_BYTES, Rates
 from graphopt.streaming import attach
 from graphopt.streaming.memory import PAGE
 
@@ -57,7 +60,7 @@ def test_graphs_take_memory_of_their_own() -> None:
     model = TinyDiT(layers=6, D=64).bfloat16()
     plain, more = (graphopt.stream_plan(model, tokens=1000, graphs=g) for g in (False, True))
     assert graphopt.stream_plan(model, tokens=1000).activations == plain.activations
-    assert more.peak_bytes - plain.peak_bytes == more.activations["inputs of graphs"] > 2 * 1000 * 64 * 2
+    assert more.peak_bytes - plain.peak_bytes == more.activations["graphs"] > 7 * 1000 * 64 * 2
     graphopt.stream(model, "cpu", graphs="on")
     assert graphopt.stream_plan(model, tokens=1000).activations == more.activations
     attach.engine_of(model).replays.set("off")
@@ -88,6 +91,31 @@ def test_a_published_size_without_memory() -> None:
     assert plan.classes == {"blocks": 40}
     assert 160e9 < plan.host_bytes < 200e9, "14 bytes a parameter of 14 B"
     assert plan.device_bytes < 7e9, "two layers, two slabs, and what stays with its state"
+
+
+WIDTHS = {"1.3b": dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960),
+          "14b": dict(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824)}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_steps_and_peaks_of_an_h200_are_as_planned(width: str) -> None:
+    """Peaks within 2 %, steps within 7 %, by the rates that are built in; in_backward is not predicted that well."""
+    from diffusers import WanTransformer3DModel
+
+    text = (Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "stream.json").read_text()
+    rows = [r for r in json.loads(text)["rows"] if r.get("width") == width and r["system"] in ("graphopt", "serial")]
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_layers=rows[0]["layers"], **WIDTHS[width]).bfloat16()
+    for r in rows:
+        plan = graphopt.stream_plan(model, r["tokens"], slots=r["slots"], resident=r["resident"], update=r["update"],
+                                    graphs=bool(r["graphs"]))
+        short = r["update"] == "in_backward" and r["tokens"] < 20000
+        # these steps came after graphs in one process: the workspaces of the stream that recorded were still there
+        left = WORKSPACE_BYTES if short else 0
+        assert (plan.peak_bytes + left) / 2**30 == pytest.approx(r["peak_gib"], rel=0.02), r
+        if r.get("step_ms") and r["system"] == "graphopt" and not r["graphs"] and not short:
+            assert 1e3 * plan.step_s == pytest.approx(r["step_ms"], rel=0.07), r
+    assert rows
 
 
 def test_bad_values() -> None:
