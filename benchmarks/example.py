@@ -87,19 +87,27 @@ def family(pid: int) -> list[int]:
     return found
 
 
+def send(pids: list[int], what: signal.Signals) -> None:
+    """A signal to those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, what)
+
+
 def start(run: Run, folder: Path, gpus: str, seconds: float, kill: int, *more: str) -> int:
     """Its exit code; 124 where time was over."""
     line = [sys.executable, *run.launcher, str(EXAMPLE), "--out", str(folder), *run.options, *more]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus} if GPUS else os.environ
+    env = os.environ | {"PYTHONFAULTHANDLER": "1"} | ({"CUDA_VISIBLE_DEVICES": gpus} if GPUS else {})
     end = time.monotonic() + seconds
     with open(folder / "output.txt", "ab") as out:
         child = subprocess.Popen(line, stdout=out, stderr=out, env=env, start_new_session=True)
         while child.poll() is None:
             over = time.monotonic() > end
             if over or (kill and len(metrics(folder)) >= kill):
-                for pid in family(child.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                if over:  # each says where it stood
+                    send(family(child.pid), signal.SIGABRT)
+                    time.sleep(2)
+                send(family(child.pid), signal.SIGKILL)
                 child.wait()
                 return 124 if over else -9
             time.sleep(0.05)
@@ -118,7 +126,7 @@ def carry_out(name: str, folder: Path, gpus: str, end: float) -> dict:
     steps = [r["seconds"] for r in rows]
     print(f"--- {name}: {codes}, losses {[r['loss'] for r in rows]}", flush=True)
     if codes[-1]:
-        print((folder / "output.txt").read_text(errors="replace")[-1500:], flush=True)
+        print((folder / "output.txt").read_text(errors="replace")[-4000:], flush=True)
     return dict(figure="example", name=name, gpus=2 if run.launcher else 1, codes=codes, options=" ".join(run.options),
                 steps=[r["step"] for r in rows], losses=[r["loss"] for r in rows],
                 first_step_s=steps[0] if steps else None,
