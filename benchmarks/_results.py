@@ -61,6 +61,12 @@ def save(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilings:
         return _merge(folder / f"{name}.json", rows, keys, ceilings, where)
 
 
+def command(argv: list[str]) -> str:
+    """What was typed, without where its rows go: they stand in that file."""
+    words = [w for i, w in enumerate(argv[1:], 1) if w != "--out" and argv[i - 1] != "--out"]
+    return " ".join(["python", f"benchmarks/{Path(argv[0]).name}", *words])
+
+
 def _merge(path: Path, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilings: dict[str, float],
            where: str) -> Path:
     old = json.loads(path.read_text()) if path.exists() else {"rows": [], "ceilings": {}}
@@ -70,7 +76,7 @@ def _merge(path: Path, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilin
     fresh = {identity(r) for r in rows}
     result = {
         "name": path.stem, "machine": where, "commit": now, "torch": torch.__version__, "triton": triton_version(),
-        "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command(sys.argv),
         "date": datetime.date.today().isoformat(), "ceilings": {**old["ceilings"], **ceilings},
         "rows": [r for r in old["rows"] if identity(r) not in fresh] + rows,
     }

@@ -106,3 +106,11 @@ def test_figures_that_no_named_file_has_are_listed() -> None:
     page = ("# A\n242.4 ms, 3.7 %, 11.7 GiB and 249.7 ms (`benchmarks/results/h200/step.json`)\n```\n9.9\n```\n"
             "## B\n1.030x of 242.4 ms\n## C\nnothing\n")
     assert list(unfound(page, files)) == [("# A", ["h200/step.json"], ["249.7"]), ("## B", [], ["1.030", "242.4"])]
+
+
+def test_a_files_command_is_without_where_its_rows_went() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from _results import command
+
+    assert command(["/tmp/x/step.py", "--models", "wan", "--out", "/tmp/y", "--rounds", "5"]) == (
+        "python benchmarks/step.py --models wan --rounds 5")
