@@ -299,7 +299,9 @@ def source(results: Results, file: str) -> str:
     """One line: where a section's figures come from."""
     found = results.files[file]
     commits = sorted({r.get("commit", found["commit"]) for r in found["rows"]})
-    return (f"`benchmarks/results/{file}`: last command `{found['command']}`, {found['machine']}, "
+    line = found["command"]
+    line = line if len(line) <= 240 else line[:200].rsplit(" ", 1)[0] + " .."  # the file has it whole
+    return (f"`benchmarks/results/{file}`: last command `{line}`, {found['machine']}, "
             f"torch {found['torch']}, triton {found['triton']}, {found['date']}, commits "
             + ", ".join(c[:7] for c in commits))
 
