@@ -367,4 +367,4 @@ def test_an_autograd_function() -> None:
     torch.testing.assert_close(got, 3 * adaln(x, t[:, None], t[:, None]), rtol=1e-5, atol=1e-5)
     got.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 6.0))
-    assert counts(f) == (1, 0)
+    assert counts(f) == ((0, 0) if torch.__version__.startswith("2.11.") else (1, 0))  # 2.11 does not show its body
