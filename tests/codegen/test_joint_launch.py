@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from launch_graphs import LaunchGraph, launches
+from torch import fx
 
 from graphopt import _compat_triton
 from graphopt.codegen import joint, kernels
@@ -18,39 +18,18 @@ pytestmark = pytest.mark.kernel
 aten = torch.ops.aten
 
 
-class Builder:
+class Builder(LaunchGraph):
     """A graph of matmuls and launches over tensors of its own."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.graph, self.root = device, fx.Graph(), torch.nn.Module()
+        super().__init__(device)
         self.results: list[fx.Node] = []
-
-    def tensor(self, value: Tensor) -> fx.Node:
-        name = f"t{len(self.graph.nodes)}"
-        setattr(self.root, name, value)
-        node = self.graph.get_attr(name)
-        node.meta["val"] = value
-        return node
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
         return self.tensor(torch.randn(*shape, device=self.device).to(dtype))
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return node
-
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
         return self.tensor(torch.full(shape, float("nan"), device=self.device, dtype=dtype))
-
-    def launch(self, kernel: Any, warps: int, grid: int, arguments: dict[str, Any], written: list[str]) -> dict[str, fx.Node]:
-        node = _compat_triton.add_triton_call(self.graph, kernel, warps, (grid, 1, 1), arguments, written)
-        node.meta["val"] = {n: arguments[n].meta["val"] for n in written}
-        found = {}
-        for n in written:
-            found[n] = self.graph.call_function(operator.getitem, (node, n))
-            found[n].meta["val"] = arguments[n].meta["val"]
-        return found
 
     def forward(self, x: fx.Node, factors: list[fx.Node]) -> dict[str, fx.Node]:
         """F1 of x [B, N, D]."""
@@ -97,10 +76,6 @@ class Builder:
     def done(self) -> fx.GraphModule:
         self.graph.output(tuple(self.results))
         return fx.GraphModule(self.root, self.graph)
-
-
-def launches(gm: fx.GraphModule) -> list[str]:
-    return [c.name for n in gm.graph.nodes if (c := _compat_triton.triton_call(n)) is not None]
 
 
 def joined(gm: fx.GraphModule, count: int, everything: bool = False) -> None:

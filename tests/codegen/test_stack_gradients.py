@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from launch_graphs import LaunchGraph, launches
+from torch import fx
 
 from graphopt import _compat_triton
 from graphopt.codegen import kernels
@@ -17,23 +18,8 @@ pytestmark = pytest.mark.kernel
 aten = torch.ops.aten
 
 
-class Builder:
+class Builder(LaunchGraph):
     """A graph of backward kernels of F1 with factors per token."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.graph, self.root = device, fx.Graph(), torch.nn.Module()
-
-    def tensor(self, value: Tensor) -> fx.Node:
-        name = f"t{len(self.graph.nodes)}"
-        setattr(self.root, name, value)
-        node = self.graph.get_attr(name)
-        node.meta["val"] = value
-        return node
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        return node
 
     def backward(self, B: int, N: int, D: int, dtype: torch.dtype = torch.float32) -> dict[str, fx.Node]:
         """DX, DSCALE and DSHIFT of F1, [B, N, D]."""
@@ -51,22 +37,11 @@ class Builder:
         arguments |= {t.upper(): self.tensor(statistics[t]) for t in spec.statistics}
         numbers = dict(zip((f"{t}_{i}" for t, i in spec.stride_arguments), kernels._strides(spec, plan)))
         written = [t.upper() for t in spec.rows_out]
-        node = _compat_triton.add_triton_call(self.graph, kernel, config.warps, (plan.G * P, 1, 1),
-                                              {**arguments, "N": plan.N, "P": P, **numbers}, written)
-        node.meta["val"] = {n: arguments[n].meta["val"] for n in written}
-        found = {}
-        for n in written:
-            found[n] = self.graph.call_function(operator.getitem, (node, n))
-            found[n].meta["val"] = arguments[n].meta["val"]
-        return found
+        return self.launch(kernel, config.warps, plan.G * P, {**arguments, "N": plan.N, "P": P, **numbers}, written)
 
     def done(self, *results: fx.Node) -> fx.GraphModule:
         self.graph.output(results)
         return fx.GraphModule(self.root, self.graph)
-
-
-def launches(gm: fx.GraphModule) -> list[str]:
-    return [c.name for n in gm.graph.nodes if (c := _compat_triton.triton_call(n)) is not None]
 
 
 def same(gm: fx.GraphModule, count: int) -> None:
