@@ -76,7 +76,7 @@ def choose(head_dim: int, dtype: torch.dtype, device: str, target: str | None, g
     if target == "sm90":
         few = cut[0] * cut[1] * cut[2] <= 27
         return Choice("fused", "offsets on Hopper: interpolation in registers" + (
-            "; loading each query's few keys by themselves takes longer (docs/dsa.md: no gather engine)"
+            "; there is no engine that gathers each query's few keys (docs/dsa.md: no gather engine)"
             if few else ""))
     return Choice("lattice", f"offsets on {target}: accumulators there do not hold lattice neighbours in registers")
 
