@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from types import FrameType
 
 import typer
 
-from graphopt import _bench_cli, _inspect_cli, _kernels_cli, _plan_cli
+from graphopt import _bench_cli, _inspect_cli, _kernels_cli, _plan_cli, _script
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -72,20 +69,6 @@ def rules() -> None:
         typer.echo(inspect.cleandoc(module.__doc__ or "") + "\n")
 
 
-def interrupted(signum: int, frame: FrameType | None) -> None:
-    """Ctrl-C.  torch's own modules swallow KeyboardInterrupt while they are imported; nothing is written then."""
-    torch = sys.modules.get("torch")
-    if torch is not None and getattr(torch.__spec__, "_initializing", False):
-        print("interrupted; no file was left half-written", file=sys.stderr, flush=True)
-        os._exit(130)
-    raise KeyboardInterrupt
-
-
 def main() -> None:
-    """Entry point of the `graphopt` command.  Ctrl-C before a command runs ends with 130 too, without a traceback."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupted)
-    try:
-        app()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    """Entry point of the `graphopt` command.  Ctrl-C at any moment, also before a command runs, ends with 130."""
+    _script.answering(app, "interrupted; no file was left half-written")

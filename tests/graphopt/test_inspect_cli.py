@@ -1,17 +1,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 import typer.testing
 
-from graphopt import cli, reporting
+from graphopt import _inspect_cli, cli, reporting
 
 MODULE = '''
 import torch
@@ -30,9 +30,6 @@ class Refused(torch.nn.Module):
         return x * 2
 def refused():
     return Refused(), torch.ones(2)
-def slow():
-    import time
-    time.sleep(30)
 '''
 
 
@@ -109,18 +106,43 @@ def test_a_write_that_fails_half_way_keeps_the_old_file(here: Path, monkeypatch)
     assert sorted(p.name for p in here.iterdir() if p.suffix not in (".py", "")) == ["a.json"]
 
 
-def test_ctrl_c_and_progress(here: Path) -> None:
-    started = subprocess.Popen([sys.executable, "-m", "graphopt", "inspect", "their_cli_models:slow", "--json", "a.json"],
-                               stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    first = started.stderr.readline()
-    assert first.startswith("inspecting their_cli_models:slow")
-    time.sleep(0.1)
+SWALLOWED = """
+import sys, time
+print("ready", flush=True)
+try:
+    time.sleep(120)
+except BaseException:
+    print("swallowed", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["in the factory", "in an import", "swallowed by an import", "swallowed by the factory"])
+def test_ctrl_c_ends_it_and_leaves_no_file(here: Path, where: str) -> None:
+    """Also where somebody else's code holds the exception back, as modules do that try to import another one."""
+    body = SWALLOWED if where.startswith("swallowed") else "import time\nprint('ready', flush=True)\ntime.sleep(120)\n"
+    if where.endswith("import"):
+        (here / "their_cli_slow.py").write_text(body + "def make():\n    return 1\n")
+    else:
+        (here / "their_cli_slow.py").write_text("def make():\n" + textwrap.indent(body + "return 1\n", "    "))
+    started = subprocess.Popen([sys.executable, "-m", "graphopt", "inspect", "their_cli_slow:make", "--json", "a.json"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stdout.readline() == "ready\n"
     started.send_signal(signal.SIGINT)
     _, rest = started.communicate(timeout=60)
     # interrupted inside exec() of a string, Python ends as if by the signal itself; a shell says 130 to both
     assert started.returncode in (130, -signal.SIGINT), rest
-    assert "interrupted" in rest
+    assert rest.splitlines()[-1] == "interrupted; no file was left half-written"
+    assert ("swallowed" in rest) == (where == "swallowed by the factory")  # an import is not even given the chance
+    assert "Traceback" not in rest
     assert not (here / "a.json").exists()
+
+
+def test_long_work_counts_the_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+    with _inspect_cli.progress("looking", after=0.05):
+        time.sleep(0.5)
+    with _inspect_cli.progress("hurrying", after=60):
+        pass
+    assert capfd.readouterr().err == "looking: 0 s\n"
 
 
 def test_help_has_an_example() -> None:
