@@ -74,7 +74,7 @@ def _others(match: Match) -> Iterator[Match]:
     inherited = {n: match.attempt.env[n] for n in ("result", "norm", "kind", "normed", "x", "sum") if match.get(n)}
     taken = set(match.core)
     for root in ends(result):
-        if root in taken:
+        if root in taken or root not in match.facts.live:
             continue
         attempt = Attempt(dict(inherited))
         for _ in OTHER.match(root, attempt):

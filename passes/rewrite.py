@@ -6,6 +6,7 @@ A match is refused, with the reason, when
 - it crosses an autocast or grad-mode border, or runs under a transform of torch.func,
 - an in-place write between its first and its last node may change one of its inputs,
 - one of its results is read before all of its inputs exist,
+- nothing reads its result, or torch.autograd.grad differentiates a value that would no longer be on the way,
 - an operand is a DTensor or another tensor subclass.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 from torch.fx import Node
 
@@ -125,6 +127,8 @@ def _remember(found: Found, node: Node, rule: Rule, reason: str) -> None:
 def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | None]:
     """Why a structural match cannot be replaced, and the node to blame; (None, None) if it can."""
     facts = match.facts
+    if match.root not in facts.live:
+        return f"nothing reads {match.root.name}", None
     overlap = next((n for n in match.core if n in taken), None)
     if overlap is not None:
         return f"{overlap.name} belongs to another site", overlap
@@ -146,6 +150,9 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
     seen = {n: order for n, order in match.replacement.layouts.items() if n in facts.strides_seen}
     match.replacement.layouts = seen
     share_norm(match)
+    differentiated = next((n for n in match.side if any(map(_differentiates, n.users))), None)
+    if differentiated is not None:
+        return f"torch.autograd.grad differentiates {differentiated.name}, which the operator would pass by", differentiated
     inside = set(match.core)
     if match.root.users and not _has_reader(match.root, inside | taken.keys(), taken):
         return f"nothing but sites that compute it themselves read {match.root.name}", None
@@ -183,6 +190,11 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
         return f"{late.name} writes in place into a value that the operator saves for its backward", late
     match.anchor = anchor
     return None, None
+
+
+def _differentiates(node: Node) -> bool:
+    """Does a node take gradients, or run a backward?  (torch._dynamo.config.trace_autograd_ops)"""
+    return node.target in (torch.autograd.grad, torch.autograd.backward)
 
 
 def _needs_grad(node: Node) -> bool:
