@@ -165,7 +165,7 @@ def test_what_nothing_reads_has_no_gradient(f) -> None:
     report, grads = compared(f, *OPERANDS, torch.randn(8))
     assert grads[-1][1] is None
     assert_same(grads)
-    assert [s.status for s in report.sites] == ["rewritten"]
+    assert {s.status for s in report.sites} == {"rewritten"}
 
 
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch does not trace it")
