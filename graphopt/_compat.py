@@ -88,6 +88,17 @@ def inductor_option_names() -> list[str]:
     return list(torch._inductor.list_options())
 
 
+def inductor_option_type(name: str) -> Any:
+    """What a value of one of Inductor's options must be, as torch.compile(backend="inductor") asks it to; object where
+    torch does not ask."""
+    import typing
+
+    from torch._inductor import config
+
+    kind = config.get_type(name) if hasattr(config, "get_type") else object
+    return object if typing.get_origin(kind) is not None or kind is typing.Any else kind
+
+
 def inductor_mode_names() -> list[str]:
     """Every mode Inductor knows."""
     import torch._inductor

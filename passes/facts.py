@@ -77,7 +77,7 @@ class Facts:
 
     @cached_property
     def live(self) -> frozenset[Node]:
-        """The nodes whose values something reads in the end: the graph's results, writes, and what returns no tensor."""
+        """The nodes whose values something reads in the end: a result of the graph, a write, what returns no tensor."""
         writes = {w.node for w in self.writes}
         todo = [n for n in self.graph.nodes if n in writes or n.op == "output" or not _is_value(n)]
         seen: set[Node] = set()

@@ -155,7 +155,8 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
     share_norm(match)
     differentiated = next((n for n in match.side if any(map(_differentiates, n.users))), None)
     if differentiated is not None:
-        return f"torch.autograd.grad differentiates {differentiated.name}, which the operator would pass by", differentiated
+        reason = f"torch.autograd.grad differentiates {differentiated.name}, which the operator would pass by"
+        return reason, differentiated
     inside = set(match.core)
     if match.root.users and not _has_reader(match.root, inside | taken.keys(), taken):
         return f"nothing but sites that compute it themselves read {match.root.name}", None
