@@ -47,8 +47,7 @@ class Sliding:
         offsets = head(_video_part(head, x, grid), grid)
         if torch.compiler.is_dynamo_compiling():
             if scope.distilling or scope.recorder is not None:
-                raise ConfigError("distillation and probing run eagerly", where=head.fqn,
-                                  remedy="call the model itself, not its compiled form, while they are on")
+                _eager_only(head)
             config = head.config
             marked = MARK(x, offsets, grid[0], grid[1], grid[2], list(config.window), config.text, config.boundary,
                           type(self).__qualname__)
@@ -65,6 +64,12 @@ class Sliding:
                 remedy="give it a processor that calls it (diffusers: set_attn_processor with AttnProcessor2_0, "
                 "attention backend 'native'), or leave it out of convert's select")
         return out
+
+
+def _eager_only(head: OffsetHead) -> None:
+    # in a function of its own: torch 2.11 fails on a `raise` in the frame that it goes on with behind a graph break
+    raise ConfigError("distillation and probing run eagerly", where=head.fqn,
+                      remedy="call the model itself, not its compiled form, while they are on")
 
 
 def _video_part(head: OffsetHead, x: Tensor, grid: Grid) -> Tensor:
