@@ -39,6 +39,7 @@ def save_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.Pat
 
     Beside the host store it takes the memory of the largest tensor.
     """
+    optimizer.check_whole()
     optimizer.flush()
     parts = {k: p for k, p in _parts(model, optimizer) if not _untouched(optimizer, k, model)}
     giving = {k: (p.shape, p.dtype, p.give) for k, p in parts.items()}
