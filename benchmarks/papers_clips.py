@@ -13,7 +13,7 @@ to compile), then from there until T fits and T + 1 runs out of memory, or --sec
 step_s, peak_gib, host_gib, cap_gib.  --cap: the memory that torch may take, where less than the whole GPU is to be
 filled (the peaks are those of this process, so other processes may run beside it; the seconds then are theirs too).
 Several systems may compile beside each other and measure in turn: --ready FILE is made when this one has compiled,
---after FILE,.. is waited for then.  --warm: compile and end.
+--after FILE,.. is waited for then (an error if --seconds are over before).  --warm: compile and end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 
 import stream_step
 import torch
-from _results import save
+from _results import save, wait_for
 
 import graphopt
 
@@ -196,8 +196,7 @@ def main() -> None:
         a.ready.touch()
     if a.warm:
         return
-    while not all(Path(f).exists() for f in a.after.split(",") if f) and time.monotonic() - begun < a.seconds:
-        time.sleep(0.05)
+    wait_for([Path(f) for f in a.after.split(",") if f], max(0.0, a.seconds - (time.monotonic() - begun)))
     for T, row in search(run, start, capacity, a.seconds - (time.monotonic() - begun)):
         row = dict(figure="clip", system=a.system, shape=[T, H, W], layers=a.layers, width=a.width,
                    params_b=round(params, 3), tokens=T * H * W, frames=4 * T - 3,

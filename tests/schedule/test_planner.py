@@ -356,3 +356,10 @@ def test_the_planner_does_not_import_the_surface():
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_many_small_samples_in_a_step() -> None:
+    """One video and hundreds of images, each a microbatch of its own."""
+    samples = Samples.of_tokens([1] * 2000 + [1_000_000])
+    plan = plan_batches(samples, CostFit.two_term(0.5, 2.43e-4, 9.2e-9), ranks=4, m_mem=1_000_000, tau=1.3, allowed_b=(1,))
+    check(plan, samples, 1_000_000)
