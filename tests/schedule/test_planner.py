@@ -320,6 +320,14 @@ def test_steps_stay_alike_where_they_can_be_level():
         ({"policy": "adaptive_load"}, "needs m_comp"),
         ({"only": np.array([99])}, "only holds row 99"),
         ({"sp_efficiency": 1.5}, "sp_efficiency"),
+        ({"m_mem": float("inf")}, "m_mem must be positive and finite"),
+        ({"m_mem": "4000"}, "m_mem must be"),
+        ({"m_comp": float("inf")}, "m_comp must be positive and finite"),
+        ({"tau": float("inf")}, "tau must be positive and finite"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"window_steps": -3}, "window_steps must be a whole number from 1"),
+        ({"allowed_b": (1.5,)}, "allowed_b"),
+        ({"microbatches": float("inf"), "policy": "equal_token"}, "at least 1"),
     ],
 )
 def test_options_that_cannot_be_used(change, message):
