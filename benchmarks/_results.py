@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +109,3 @@ def copy_tb_per_s() -> float:
     b = torch.empty_like(a)
     ms = do_bench(lambda: b.copy_(a), warmup=20, rep=200, return_mode="median")
     return 2 * a.nbytes / ms / 1e9
-
-
-def wait_for(files: list[Path], seconds: float) -> None:
-    """Return when all files are there.  SystemExit after `seconds`: whoever makes the missing ones has died."""
-    end = time.monotonic() + seconds
-    while missing := [str(f) for f in files if not f.exists()]:
-        if time.monotonic() > end:
-            raise SystemExit(f"--after: {', '.join(missing)} not there after {seconds:.0f} s: the job that makes it "
-                             "has ended without; run this one alone, without --after")
-        time.sleep(0.2)

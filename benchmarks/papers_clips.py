@@ -13,7 +13,7 @@ to compile), then from there until T fits and T + 1 runs out of memory, or --sec
 step_s, peak_gib, host_gib, cap_gib.  --cap: the memory that torch may take, where less than the whole GPU is to be
 filled (the peaks are those of this process, so other processes may run beside it; the seconds then are theirs too).
 Several systems may compile beside each other and measure in turn: --ready FILE is made when this one has compiled,
---after FILE,.. is waited for then (an error if --seconds are over before).  --warm: compile and end.
+--after FILE,.. is waited for then.  --warm: compile and end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 
 import stream_step
 import torch
-from _results import save, wait_for
+from _results import save
 
 import graphopt
 
@@ -155,6 +156,14 @@ def search(
         yield T, found[T]
 
 
+def wait_for(files: list[Path], end: float) -> None:
+    """Until all are there: others measure first.  SystemExit when time is over, for then their memory may be in use."""
+    while missing := [f for f in files if not f.exists()]:
+        if time.monotonic() > end:
+            sys.exit(f"time is over and {', '.join(f.name for f in missing)} not there: nothing measured")
+        time.sleep(0.05)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--system", choices=SYSTEMS, required=True)
@@ -196,7 +205,7 @@ def main() -> None:
         a.ready.touch()
     if a.warm:
         return
-    wait_for([Path(f) for f in a.after.split(",") if f], max(0.0, a.seconds - (time.monotonic() - begun)))
+    wait_for([Path(f) for f in a.after.split(",") if f], begun + a.seconds)
     for T, row in search(run, start, capacity, a.seconds - (time.monotonic() - begun)):
         row = dict(figure="clip", system=a.system, shape=[T, H, W], layers=a.layers, width=a.width,
                    params_b=round(params, 3), tokens=T * H * W, frames=4 * T - 3,

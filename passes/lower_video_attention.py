@@ -201,6 +201,12 @@ def _lower_marked(gm: fx.GraphModule, site: Attention, mark: Node) -> Site:
     if reason is not None:
         raise ConfigError(f"a converted attention cannot slide: {reason}", where=_place(site),
                           remedy="leave it out of convert's select (graphopt.dsa.plan lists what can be converted)")
+    shown = None if site.grid is None or len(site.grid) != 3 else tuple(site.grid)
+    given = (_number(T), _number(H), _number(W))
+    if shown is not None and all(type(n) is int for n in (*shown, *given)) and shown != given:
+        raise ConfigError(f"the grid {given} that a converted model was given is not the graph's, {shown}",
+                          where=_place(site), remedy="leave graphopt.dsa.video_grid and convert's grid= out, or pass "
+                          "the grid after patching")
     return _put(gm, site, request, offsets, (T, H, W))
 
 

@@ -39,14 +39,6 @@ def test_a_job_does_not_wait_for_ever(tmp_path, monkeypatch):
     wait_for([tmp_path / "there"], 0)
     with pytest.raises(SystemExit, match="missing not there after 0 s.*without --after"):
         wait_for([tmp_path / "there", tmp_path / "missing"], 0.3)
-    papers_clips = importlib.import_module("papers_clips")
-    monkeypatch.setattr(papers_clips, "probe", lambda *_: {"fits": True, "step_s": 0.0, "peak_gib": 1.0, "host_gib": 1.0})
-    monkeypatch.setattr(papers_clips.torch.cuda, "memory_allocated", lambda: 0)
-    monkeypatch.setattr(sys, "argv", ["papers_clips.py", "--system=streamed", "--width=tiny", "--seconds=1", "--first=2",
-                                      f"--after={tmp_path / 'missing'}", f"--out={tmp_path}"])  # fmt: skip
-    with pytest.raises(SystemExit, match="missing not there"):
-        papers_clips.main()
-    assert not (tmp_path / "papers.json").exists(), "nothing is measured beside the others"
 
 
 @pytest.mark.nightly
