@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
 
 from graphopt.streaming import memory, numa
+from graphopt.streaming.link import CpuLink
+from graphopt.streaming.store import HostStore
+from graphopt.streaming.updates import Updates
 
 
 class Runtime:
@@ -113,6 +117,27 @@ def test_memory_is_placed(caplog, monkeypatch) -> None:
     node = next(iter(numa.nodes()), None)
     with caplog.at_level("WARNING"):
         assert memory.Arena(pin=False, node=node).allocate(100).sum() == 0
+
+
+def test_threads_that_cannot_be_bound_work_anywhere(monkeypatch, caplog) -> None:
+    """A thread that died of it would leave everybody waiting."""
+
+    def refuse(pid, cpus):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(numa, "_warned", False)
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    link, store, done = CpuLink(), HostStore([], pin=False), []
+    link.device = torch.device("cuda", 0)  # a pool of its own CPUs
+    with caplog.at_level("WARNING"):
+        pool = Updates(store, link, {}, lambda pieces: None)
+        pool.call(lambda: done.append(1))
+        for _ in range(100):
+            if pool._busy == 0:
+                break
+            time.sleep(0.1)
+    assert done == [1]
+    assert caplog.text.count("cannot be bound") == 1
 
 
 def test_the_pool_spares_whole_cores(tmp_path, monkeypatch) -> None:
