@@ -126,9 +126,13 @@ def gradient_of(handle: torch.nn.Parameter) -> torch.Tensor:
     return handle.detach().as_subclass(GradHandle)
 
 
-def check_unwritten(entry: Entry) -> None:
-    """Raise StreamError if somebody wrote to a handle: the values went to the shared pool, not into the store."""
-    if entry.handle._version != entry.written:
+def check_untouched(entry: Entry) -> None:
+    """Raise StreamError if somebody wrote to a handle (the values went to the shared pool, not into the store), or
+    wants to see a gradient that autograd never hands out."""
+    if entry.handle._backward_hooks or entry.handle._post_accumulate_grad_hooks:
+        raise StreamError(f"{entry.fqn} has a hook on its gradient, which would never run", where=entry.fqn,
+                          remedy="read gradients with HostAdamW.gradient(parameter), or stream without this layer")
+    if not entry.layer.resident and entry.handle._version != entry.written:
         raise StreamError(f"{entry.fqn} was written to after graphopt.stream, and has not got the values",
                           where=entry.fqn, remedy="set weights before graphopt.stream, or by load_state_dict(...)")
 

@@ -235,6 +235,13 @@ class HostAdamW(torch.optim.Optimizer):
             log.warning("graphopt: no streamed weight has a gradient: the backward was for other tensors only; "
                         "leave `inputs` out of loss.backward() to train streamed weights")
 
+    def abandon(self) -> None:
+        """Weights and state are replaced: a step that was half done is over, and so are its gradients."""
+        if self._updated:
+            self.engine.gradients.clear()
+            self._updated.clear()
+            self._snapshot = None
+
     def _settings(self) -> list[tuple[Any, ...]]:
         return [(float(g["lr"]), tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in self.param_groups]
 

@@ -178,6 +178,7 @@ def load_optimizer_state(optimizer: HostAdamW, state_dict: dict[str, Any]) -> No
                 raise StreamError(f"{name} has shape {tuple(state[i][name].shape)}, the parameter {tuple(p.shape)}",
                                   where=handles.describe(p), remedy="load the state of the same model")
     optimizer.flush()
+    optimizer.abandon()
     for mine, theirs in zip(optimizer.param_groups, groups):
         # also what schedulers keep there; what torch.optim.AdamW alone knows was refused, or changes no values
         mine.update({k: v for k, v in theirs.items() if k not in ("params", *TORCHS)})

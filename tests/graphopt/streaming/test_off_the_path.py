@@ -98,6 +98,42 @@ def test_a_layer_fails_and_training_goes_on(update, phase) -> None:
     assert not any(s.readers for s in engine.ring.slots)
 
 
+@pytest.mark.parametrize("how", ["folder", "dicts"])
+def test_after_a_failure_the_last_checkpoint_is_loaded_in_place(how, tmp_path) -> None:
+    """Early updates have changed some weights when a backward fails: the checkpoint replaces all of them."""
+    from graphopt.streaming import checkpoint
+
+    (one, a, _), (two, step, b), x = twins(update="priority")
+    assert train(step, two, x, steps=1) == train(a, one, x, steps=1)
+    checkpoint.save_checkpoint(b, two, tmp_path / "c")
+    kept = copy.deepcopy((dict(b.state_dict()), two.state_dict()))
+    call = attach.engine_of(b).program().calls[0]  # the last one of a backward
+    backward, loss = call.train, loss_of(step, jitter(x, 9))
+    call.train = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    call.train = backward
+    if how == "folder":
+        checkpoint.load_checkpoint(b, two, tmp_path / "c")
+    else:
+        b.load_state_dict(kept[0])
+        two.load_state_dict(kept[1])
+    two.zero_grad()
+    assert train(step, two, x, steps=2, start=1) == train(a, one, x, steps=2, start=1)
+    equal(a, b)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_would_never_run_are_told(hook) -> None:
+    for resident in (0, 1):
+        torch._dynamo.reset()
+        model = graphopt.stream(TinyDiT(), "cpu", resident=resident)
+        getattr(model.blocks[0].up.weight, hook)(lambda _: None)
+        with pytest.raises(Exception, match=r"blocks\.0\.up\.weight has a hook") as caught:
+            torch.compile(model, backend="graphopt", options=OPTIONS)(*inputs())
+        assert isinstance(unwrap(caught.value), StreamError)
+
+
 def test_a_failed_micro_batch_leaves_nothing_behind() -> None:
     two, step = ready(TinyDiT().train())
     x = inputs()
