@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,26 @@ def test_registration_is_in_pieces_and_undone_when_one_is_refused(monkeypatch) -
     assert whole.data_ptr() not in pinned
     del arena
     assert sorted(runtime.ended[2:]) == sorted(pinned), "registrations end with the arena"
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_forked_workers_do_not_copy_the_store(pin, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime(refuse_after=9))
+    arena = memory.Arena(pin)
+    buffers = [arena.allocate(3 * memory.PAGE, pin=pinned) for pinned in (True, False)]  # weights, and moments
+    for b in buffers:
+        b.fill_(1)
+
+    def mapped() -> int:
+        ranges = [[int(x, 16) for x in line.split()[0].split("-")] for line in Path("/proc/self/maps").read_text().splitlines()]
+        return sum(any(a <= b.data_ptr() < z for a, z in ranges) for b in buffers)
+
+    assert mapped() == 2
+    child = os.fork()
+    if child == 0:
+        os._exit(mapped())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if pin else 2)
+    assert all(b.sum() == 3 * memory.PAGE for b in buffers)
 
 
 def test_the_control_group_counts(monkeypatch) -> None:
