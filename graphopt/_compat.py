@@ -407,9 +407,3 @@ def without_torch_function() -> Any:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Does torch.func hold this tensor in a wrapper of its own (a batch, a level of grad)?"""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def runs_in_this_backward(node: Any) -> bool:
-    """Will the backward that is running execute this autograd node?  Not where `inputs` of torch.autograd.grad or of
-    `backward` leave it out."""
-    return bool(torch._C._will_engine_execute_node(node))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt import _compat
+from graphopt import _compat_capture
 from graphopt.errors import StreamError
 from graphopt.passes import stream_check, stream_graph
 from graphopt.segments import Step
@@ -219,7 +219,7 @@ class _Layer(torch.autograd.Function):
         values = [next(saved) if tensor else next(others) for tensor in ctx.tensors]
         # torch.autograd.grad(loss, x) and backward(inputs=...) leave the weights out: so do they the spark, the first
         # tensor of this node
-        lands = _compat.runs_in_this_backward(ctx.next_functions[0][0])
+        lands = _compat_capture.runs_in_this_backward(ctx.next_functions[0][0])
         found = _backward(ctx.engine, call, ctx.walk, ctx.ticket, values, grads, ctx.state, ctx.autocast, lands)
         return (None, None, None, None, None, None, *found)
 

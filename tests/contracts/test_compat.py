@@ -375,7 +375,7 @@ def test_a_node_knows_whether_the_running_backward_will_execute_it() -> None:
 
         @staticmethod
         def backward(ctx, g):
-            seen.append(_compat.runs_in_this_backward(ctx.next_functions[0][0]))
+            seen.append(_compat_capture.runs_in_this_backward(ctx.next_functions[0][0]))
             return None, None, g * 2
 
     spark, x = torch.zeros((), requires_grad=True), torch.ones(2, requires_grad=True)
