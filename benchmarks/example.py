@@ -1,10 +1,11 @@
 """examples/train_video_dit.py as people start it on GPUs: plain, killed and resumed, streamed, dsa, LoRA, two GPUs.
 
-    python benchmarks/example.py [--runs plain,killed,..] [--seconds 400]
+    python benchmarks/example.py [--runs plain,killed,..] [--together 4] [--seconds 400]
 
-All runs go at once, one GPU each in turn (two for those that need two), because they mostly compile.  A row each: exit
-codes, losses, seconds of the first step (compilation) and of the later ones beside the others, and where it has a
-partner, the largest distance of the losses (relative) and of the weights (absolute: AdamW moves one by 1e-4 a step).
+Up to --together runs go at once, one GPU each in turn (two for those that need two), because they mostly compile.  A
+run with a partner begins behind it and finds its code in Inductor's cache.  A row each: exit codes, losses, seconds of
+the first step (compilation) and of the later ones beside the others, and where it has a partner, the largest distance
+of the losses (relative) and of the weights (absolute: AdamW moves one by 1e-4 a step).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +134,18 @@ def carry_out(name: str, folder: Path, gpus: str, end: float) -> dict:
                 later_step_s=statistics.median(steps[1:]) if steps[1:] else None)
 
 
+def in_turn(names: list[str]) -> list[str]:
+    """The same names, partners before those that need them: a pool that starts them so never waits in vain."""
+    return sorted(names, key=lambda n: bool(RUNS[n].partner))
+
+
+def behind(partner: Future | None, name: str, folder: Path, gpus: str, end: float) -> dict:
+    """`carry_out`, once the partner is through: beside it, both would compile the same code."""
+    if partner is not None:
+        wait([partner])
+    return carry_out(name, folder, gpus, end)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -151,15 +164,18 @@ def compare(row: dict, other: dict, folder: Path, partner: Path) -> dict:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--runs", default=",".join(RUNS), help="default: all that the GPUs here suffice for")
+    p.add_argument("--together", type=int, default=len(RUNS), help="how many at once; compiling, each fills 3 cores")
     p.add_argument("--seconds", type=float, default=400, help="what is not over then is killed")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
-    names = [n for n in a.runs.split(",") if GPUS >= 2 or not RUNS[n].launcher]
+    names = in_turn([n for n in a.runs.split(",") if GPUS >= 2 or not RUNS[n].launcher])
     end, rows = time.monotonic() + a.seconds, {}
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(names)) as pool:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(max(1, a.together)) as pool:
         place = lambda n: Path(temporary) / n.replace(" ", "-")
         gpu = lambda i, n: ",".join(map(str, range(2))) if RUNS[n].launcher else str(i % max(1, GPUS))
-        waiting = {n: pool.submit(carry_out, n, place(n), gpu(i, n), end) for i, n in enumerate(names)}
+        waiting: dict[str, Future] = {}
+        for i, n in enumerate(names):
+            waiting[n] = pool.submit(behind, waiting.get(RUNS[n].partner), n, place(n), gpu(i, n), end)
         while waiting:
             time.sleep(0.2)
             for name in [n for n, w in waiting.items() if w.done()]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graphopt._inspect_cli import progress
 from graphopt.errors import CodegenError, ConfigError, GraphoptError
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def compile_(
     except CodegenError as error:
         raise _fail(error) from error
     try:
-        rows, interrupted = compile_all(each, jobs or os.cpu_count() or 1), False
+        with progress(f"compiling {len(each)} kernels"):
+            rows, interrupted = compile_all(each, jobs or os.cpu_count() or 1), False
     except Interrupted as stop:
         rows, interrupted = stop.rows, True
     typer.echo(f"{'target':8s} {'kernel':52s} {'D':>6s} {'warps':>5s} {'registers':>9s} {'spills':>6s} {'shared':>7s}")

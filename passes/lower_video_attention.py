@@ -131,7 +131,13 @@ class LowerVideoAttention:
                 remedy="compile the whole model, or leave keep_dense out and compile only the layers that are to slide",
             )
         order = list(dict.fromkeys(s.fqn for s in named))
-        kept = {order[i] for i in request.keep_dense if -len(order) <= i < len(order)}
+        beyond = [i for i in request.keep_dense if not -len(order) <= i < len(order)]
+        if order and beyond:
+            raise ConfigError(
+                f"graphopt.dsa: keep_dense names {', '.join(map(str, beyond))}, and {len(order)} layers are selected",
+                where=f"{order[0]} .. {order[-1]}", remedy=f"use positions from {-len(order)} to {len(order) - 1}",
+            )
+        kept = {order[i] for i in request.keep_dense} if order else set()
         record.rejects += [_reject(s, "kept dense (keep_dense)") for s in named if s.fqn in kept]
         return [s for s in named if s.fqn not in kept]
 
@@ -201,6 +207,12 @@ def _lower_marked(gm: fx.GraphModule, site: Attention, mark: Node) -> Site:
     if reason is not None:
         raise ConfigError(f"a converted attention cannot slide: {reason}", where=_place(site),
                           remedy="leave it out of convert's select (graphopt.dsa.plan lists what can be converted)")
+    shown = None if site.grid is None or len(site.grid) != 3 else tuple(site.grid)
+    given = (_number(T), _number(H), _number(W))
+    if shown is not None and all(type(n) is int for n in (*shown, *given)) and shown != given:
+        raise ConfigError(f"the grid {given} that a converted model was given is not the graph's, {shown}",
+                          where=_place(site), remedy="leave graphopt.dsa.video_grid and convert's grid= out, or pass "
+                          "the grid after patching")
     return _put(gm, site, request, offsets, (T, H, W))
 
 

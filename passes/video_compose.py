@@ -80,8 +80,15 @@ def _window(do: Do, form: Form, q: Any, k: Any, v: Any, offsets: Any, grid: tupl
 def _dense(do: Do, form: Form, q: Any, k: Any, v: Any, mask: Any, real: Any) -> Any:
     if form.padding:
         q, k, v = (do(torch.narrow, x, 2, 0, real) for x in (q, k, v))
-    return do(scaled_dot_product_attention, q, k, v, attn_mask=mask if form.masked else None, scale=form.scale,
+    return do(scaled_dot_product_attention, q, k, v, attn_mask=_mask(do, form, mask, real), scale=form.scale,
               enable_gqa=form.grouped)
+
+
+def _mask(do: Do, form: Form, mask: Any, real: Any) -> Any:
+    """The mask over the keys that are read, None where nothing is hidden."""
+    if not form.masked:
+        return None
+    return do(torch.narrow, mask, 3, 0, real) if form.padding else mask
 
 
 def _merged(do: Do, form: Form, q: Any, k: Any, v: Any, offsets: Any, mask: Any, grid: tuple[Any, Any, Any], video: Any,
@@ -104,7 +111,7 @@ def _merged(do: Do, form: Form, q: Any, k: Any, v: Any, offsets: Any, mask: Any,
         lse2 = do(operator.getitem, pair, 1)
     y = merge(do, y, lse, do(operator.getitem, pair, 0), lse2)
     keys, values = (do(torch.narrow, x, 2, 0, real) if form.padding else x for x in (k, v))
-    of_text = do(scaled_dot_product_attention, qt, keys, values, attn_mask=mask if form.masked else None,
+    of_text = do(scaled_dot_product_attention, qt, keys, values, attn_mask=_mask(do, form, mask, real),
                  scale=form.scale, enable_gqa=form.grouped)
     return do(torch.cat, [of_text, y] if form.text_first else [y, of_text], 2)
 

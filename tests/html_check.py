@@ -96,6 +96,14 @@ class Browser:
             raise AssertionError(f"{code}: {done['exceptionDetails']}")
         return done["result"].get("value")
 
+    def until(self, code: str, what: str, seconds: float = 20) -> None:
+        """Wait for an expression to be true: pages answer typing after a pause."""
+        end = time.monotonic() + seconds
+        while not self.js(code):
+            check(time.monotonic() < end, f"not within {seconds} s: {what}")
+            time.sleep(0.05)
+        print(f"  {what}")
+
     def complaints(self) -> list[str]:
         """Exceptions, console errors and requests to anything but the page itself."""
         self.js("1")  # so that pending events have arrived
@@ -178,8 +186,7 @@ def exercise(b: Browser, page: Path, blocks: int) -> None:
     check(b.js("[...document.querySelectorAll('#sites tr.member')].every(m => m.hidden)"), "another click folds them")
 
     b.js("{const s = document.getElementById('search'); s.value = 'blocks.7.norm3'; s.dispatchEvent(new Event('input'))}")
-    time.sleep(0.4)
-    check(b.js("[...document.querySelectorAll('#sites tbody.group')].filter(e => !e.hidden).length") == 1, "search leaves one line of sites")
+    b.until("[...document.querySelectorAll('#sites tbody.group')].filter(e => !e.hidden).length === 1", "search leaves one line of sites")
     check(b.js("[...document.querySelectorAll('#sites tr.member')].filter(e => !e.hidden && !e.parentElement.hidden).length") == 1, "and one member")
     check(b.js("document.querySelectorAll('#found .row').length") > 0, "and lists nodes of the graph")
     check("place" in b.js("document.getElementById('hits').textContent"), "and counts")
@@ -190,8 +197,7 @@ def exercise(b: Browser, page: Path, blocks: int) -> None:
     b.js("document.querySelector('.row.lit a')?.click()")
     check(b.js("document.querySelectorAll('.row.lit').length") == 1, "operands are links")
     b.js("{const s = document.getElementById('search'); s.value = ''; s.dispatchEvent(new Event('input'))}")
-    time.sleep(0.4)
-    check(b.js("[...document.querySelectorAll('[data-search]')].every(e => !e.hidden)"), "an empty search shows everything")
+    b.until("[...document.querySelectorAll('[data-search]')].every(e => !e.hidden)", "an empty search shows everything")
 
     b.js("document.querySelector('#sites .files a').click()")
     check(b.js("decodeURIComponent(location.hash).startsWith('#kernel/') && document.getElementById(decodeURIComponent(location.hash.slice(1))).open"), "a site links to its kernel's source")
@@ -201,8 +207,7 @@ def exercise(b: Browser, page: Path, blocks: int) -> None:
     b.js("{const s = document.getElementById('stage'); s.value = 'before'; s.dispatchEvent(new Event('change'))}")
     check(b.js("document.querySelectorAll('.row.fused').length") == 0, "the stage before has no fused call")
     b.js("document.getElementById('open').click()")
-    time.sleep(0.3)
-    check(b.js("document.querySelectorAll('#nodes .row').length") > 100, "all blocks open")
+    b.until("document.querySelectorAll('#nodes .row').length > 100", "all blocks open")
     b.js("{const p = document.querySelector('#nodes select'); p.selectedIndex = 5; p.dispatchEvent(new Event('change'))}")
     check(b.js("document.querySelector('#nodes select').closest('details').querySelector('.row').title").startswith("blocks.5"), "another block of a run can be picked")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -10,6 +11,38 @@ from torch import Tensor
 from graphopt.errors import ConfigError
 
 BOUNDARIES = ("inside", "border")
+
+
+def sizes(values: Any, what: str) -> tuple[int, int, int]:
+    """Three whole numbers of at least 1 as a tuple; ConfigError for anything else (a fraction is not cut off)."""
+    try:
+        triple = tuple(operator.index(n) for n in values) if not isinstance(values, (str, bytes)) else ()
+    except TypeError:
+        triple = ()
+    if len(triple) != 3 or min(triple) < 1 or any(isinstance(n, bool) for n in values):
+        raise ConfigError(f"{what} needs three sizes of at least 1, not {values!r}", where="video_attention",
+                          remedy="window=(3, 7, 7), for example" if "window" in what else
+                          "pass the latent grid (T, H, W) after patching, in tokens")
+    return triple  # type: ignore[return-value]
+
+
+def tensors(q: Any, k: Any, v: Any, offsets: Any, scale: Any) -> None:
+    """ConfigError for what is no tensor, lies on another device, or has a dtype that is no number of tokens."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("offsets", offsets)):
+        if x is None and name == "offsets":
+            continue
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{name} is a {type(x).__name__}, no tensor", where="video_attention",
+                              remedy="q, k, v: [B, heads, N, D]; offsets: [B, groups, T*H*W, 3] or None")
+        if x.device != q.device:
+            raise ConfigError(f"{name} is on {x.device}, q on {q.device}", where="video_attention",
+                              remedy="move them to one device")
+    if offsets is not None and (offsets.is_complex() or offsets.dtype == torch.bool):
+        raise ConfigError(f"offsets in {offsets.dtype} are no numbers of tokens", where="video_attention",
+                          remedy="float32, or an integer dtype for whole offsets without gradient")
+    if isinstance(scale, Tensor):
+        raise ConfigError("scale is a tensor; it would get no gradient", where="video_attention",
+                          remedy="pass a number; multiply q by a learned scale")
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: tuple[Any, Any, Any],
@@ -40,6 +73,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: tuple[A
     if k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
         refuse(f"k has {k.shape[2]} and v {v.shape[2]} tokens, q {q.shape[2]}",
                "video attention is self-attention; leave cross-attention as it is")
+    if q.shape[1] < 1 or k.shape[1] < 1 or q.shape[3] < 1:
+        refuse("there is no head, or a head without dimensions", "leave an empty attention out")
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[1] % k.shape[1]:
         refuse("the heads of k and v must be equal and divide those of q, at one batch size",
                "repeat or reshape the key heads")
@@ -54,6 +89,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, grid: tuple[A
         refuse(f"offsets {list(offsets.shape)} must be [B, groups, T*H*W, 3], or [B, groups, T*H*W, taps, 3] per tap",
                "one vector (t, h, w) in token units per token and head or group of heads")
     video = grid[0] * grid[1] * grid[2]
+    if offsets.shape[1] < 1:
+        refuse(f"offsets {list(offsets.shape)} have no group", "one vector per token and head or group of heads")
     if offsets.shape[0] != q.shape[0] or q.shape[1] % offsets.shape[1] or offsets.shape[2] != video:
         refuse(f"offsets {list(offsets.shape)} do not fit q {list(q.shape)}: groups must divide heads, tokens be T*H*W",
                "offsets belong to video tokens only, without text and padding")

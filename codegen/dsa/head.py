@@ -87,8 +87,10 @@ def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, 
     """(offsets, u): the convolution writes u, the linear layer reads it through GELU."""
     B, N, C = x.shape
     u = torch.empty((B, N, C), dtype=x.dtype, device=x.device)
-    head_launch.convolve(_in_words(x), weight, bias, u, (T, H, W))
     y = torch.empty((B, N, out_weight.shape[0]), dtype=torch.float32, device=x.device)
+    if not B:  # nothing to launch
+        return y, u
+    head_launch.convolve(_in_words(x), weight, bias, u, (T, H, W))
     head_launch.linear(u, out_weight.to(x.dtype).contiguous(), out_bias.contiguous(), y)
     return y, u
 
@@ -96,6 +98,9 @@ def triton_forward(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, 
 def triton_backward(dy: Tensor, x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, T: int, H: int,
                     W: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """du from u and dy with the linear layer's gradients, then the transposed convolution with the weight gradient."""
+    if not x.shape[0]:
+        none = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (weight, bias, out_weight)]
+        return x.new_empty(x.shape), *none, dy.new_zeros(out_weight.shape[0])
     engine = head_launch.engine_of(x, out_weight.shape[0])
     du, dx = torch.empty_like(u), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     low, of_rows = head_launch.narrow(dy, x.dtype, engine)

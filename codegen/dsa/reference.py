@@ -198,9 +198,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, grid: tuple[int, i
             base, f, _ = window_starts(spread_heads(offsets[:, :, part], heads).to(place), where[part], grid, window)
             f, tokens = f.to(high), lattice_index(base, grid, window)
             lattice = [a + 1 for a in window]
-            scores = (gather_tokens(kk, tokens) @ qq[..., None]).view(B, heads, -1, *lattice)
+            scores = (gather_tokens(kk, tokens) @ qq[..., None]).view(B, heads, qq.shape[2], *lattice)
             logits = lerp(scores, f).flatten(3) * scale
-            weights = lerp_transposed(logits.softmax(-1).view(B, heads, -1, *window), f).flatten(3)
+            weights = lerp_transposed(logits.softmax(-1).view(B, heads, qq.shape[2], *window), f).flatten(3)
         else:
             tokens, corner, _, _ = tap_corners(
                 spread_heads(taps[:, :, part], heads).to(place), where[part], grid, window, boundary)
@@ -247,10 +247,10 @@ def backward(dy: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
             f, tokens = f.to(high), lattice_index(base, grid, window)
             lattice = [a + 1 for a in window]
             keys = gather_tokens(kk, tokens)
-            S = (keys @ qq[..., None]).view(B, heads, -1, *lattice)
-            P = (gather_tokens(vv, tokens) @ dd[..., None]).view(B, heads, -1, *lattice)
+            S = (keys @ qq[..., None]).view(B, heads, qq.shape[2], *lattice)
+            P = (gather_tokens(vv, tokens) @ dd[..., None]).view(B, heads, qq.shape[2], *lattice)
             p = (lerp(S, f).flatten(3) * scale - norm).exp()
-            ds = (p * (lerp(P, f).flatten(3) - delta[..., None])).view(B, heads, -1, *window)
+            ds = (p * (lerp(P, f).flatten(3) - delta[..., None])).view(B, heads, qq.shape[2], *window)
             p = p.view(ds.shape)
             A, Bw = lerp_transposed(p, f).flatten(3), lerp_transposed(ds, f).flatten(3) * scale
             grads = [(ds * lerp(S, f, a) * scale + p * lerp(P, f, a)).flatten(3).sum(-1) for a in range(3)]

@@ -60,7 +60,8 @@ def backward_in_chunks(
         dq[:, :, part] = (ds @ kk).to(dq.dtype)
         dk += ds.transpose(-1, -2) @ qq
         dv += p.transpose(-1, -2) @ dd
-    dk, dv = (torch.empty_like(t).copy_(x.view(B, k.shape[1], -1, *x.shape[2:]).sum(2)) for x, t in ((dk, k), (dv, v)))
+    kv = k.shape[1]
+    dk, dv = (torch.empty_like(t).copy_(x.view(B, kv, heads // kv, *x.shape[2:]).sum(2)) for x, t in ((dk, k), (dv, v)))
     return dq, dk, dv
 
 

@@ -51,6 +51,9 @@ def video_attention(
     Raises:
         ConfigError: sizes that do not fit, masks, dropout, causal attention.
     """
+    if not torch.compiler.is_compiling():
+        checks.tensors(q, k, v, offsets, scale)
+        grid, window = checks.sizes(grid, "a grid"), checks.sizes(window, "a window")
     masked = attn_mask is not None and selects_text(attn_mask, q, text)
     checks.refuse_options(None if masked else attn_mask, dropout_p, is_causal)
     checks.check(q, k, v, offsets, grid, window, text, padding, boundary)

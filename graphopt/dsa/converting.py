@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphopt.dsa import options
-from graphopt.dsa.grid import Grid, Scope, reader_of
+from graphopt.dsa.grid import Grid, Scope, known, reader_of
 from graphopt.dsa.handle import Handle
 from graphopt.dsa.head import LINEAR_INPUTS, OffsetHead
 from graphopt.dsa.layer import Around, Sliding, mixed
@@ -50,10 +50,10 @@ def convert(
         config = options.load(config)
     configs = _configs(config, select)
     _refuse(model)
-    chosen = _chosen(model, configs, (keep_dense,) if isinstance(keep_dense, int) else tuple(keep_dense))
+    chosen = _chosen(model, configs, _positions(keep_dense))
     scope = Scope()
     heads = {name: _head(module, name, c, scope) for name, (module, c) in chosen.items()}
-    handle = Handle(model, scope, heads, _reader(model, grid))
+    handle = Handle(model, scope, heads, _reader(model, grid), shown_by(model))
     for name, (module, _) in chosen.items():
         heads[name].train(module.training)
         module.dsa = heads[name]
@@ -72,20 +72,46 @@ def _configs(config: Any, select: str | Sequence[str] | None) -> dict[str, DSACo
         if select is not None:
             raise ConfigError("select beside a configuration per layer", where="graphopt.dsa.convert",
                               remedy="the keys of the configuration are the selection; leave select out")
-        return dict(config)
+        wrong = next((n for n, c in config.items() if not isinstance(c, DSAConfig)), None)
+        if wrong is not None:
+            raise ConfigError(f"the configuration of {wrong!r} is {config[wrong]!r}", where="graphopt.dsa.convert",
+                              remedy="give a graphopt.dsa.DSAConfig for each pattern")
+        return _some(dict(config))
     if config is not None and not isinstance(config, DSAConfig):
         raise ConfigError(f"config is {config!r}", where="graphopt.dsa.convert", remedy="give a graphopt.dsa.DSAConfig")
     if select is None:
         raise ConfigError("which modules are to slide?", where="graphopt.dsa.convert",
                           remedy="select='blocks.*.attn1', for example; graphopt.dsa.plan lists every attention")
-    patterns = [select] if isinstance(select, str) else list(select)
-    return dict.fromkeys(patterns, config or DSAConfig())
+    patterns = [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else [None]
+    if not all(isinstance(p, str) for p in patterns):
+        raise ConfigError(f"select is {select!r}", where="graphopt.dsa.convert",
+                          remedy="a pattern of names such as 'blocks.*.attn1', or several")
+    return _some(dict.fromkeys(patterns, config or DSAConfig()))
+
+
+def _some(configs: dict[str, DSAConfig]) -> dict[str, DSAConfig]:
+    if not configs:
+        raise ConfigError("the selection is empty", where="graphopt.dsa.convert",
+                          remedy="select='blocks.*.attn1', for example; graphopt.dsa.plan lists every attention")
+    return configs
+
+
+def _positions(keep: Any) -> tuple[int, ...]:
+    """`keep_dense` as positions."""
+    given = (keep,) if isinstance(keep, int) else tuple(keep) if isinstance(keep, Iterable) else (None,)
+    if not all(type(i) is int for i in given):
+        raise ConfigError(f"keep_dense is {keep!r}", where="graphopt.dsa.convert",
+                          remedy="positions among the selected modules, such as (0, -1); () keeps none")
+    return given
 
 
 def _refuse(model: nn.Module) -> None:
     from graphopt.streaming.handles import entry_of
 
     name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name} is no torch.nn.Module", where="graphopt.dsa.convert",
+                          remedy="give the model itself, not a function that calls it")
     if isinstance(model, Around) or any(isinstance(m, Sliding) for m in model.modules()):
         raise ConfigError("the model is converted already", where=name, remedy="handle.revert() first")
     if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
@@ -179,16 +205,26 @@ def _head(module: nn.Module, name: str, config: DSAConfig, scope: Scope) -> Offs
 
 
 def _reader(model: nn.Module, grid: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]:
-    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if callable(grid):
-        return lambda args, kwargs: grid(*args, **kwargs)
+        return lambda args, kwargs: _returned(grid(*args, **kwargs))
     if isinstance(grid, (tuple, list)):
-        if len(grid) != 3 or min(grid) < 1:
-            raise ConfigError(f"grid is {grid!r}", where="graphopt.dsa.convert", remedy="(T, H, W) after patching")
-        fixed = tuple(grid)
+        fixed = known(grid, "graphopt.dsa.convert")
         return lambda args, kwargs: fixed
     if grid != "auto":
         raise ConfigError(f"grid is {grid!r}", where="graphopt.dsa.convert",
                           remedy="'auto', (T, H, W) after patching, or a function of the forward's arguments")
+    return shown_by(model)
+
+
+def _returned(grid: Any) -> Grid | None:
+    """What the user's function of the forward's arguments gave: a grid, or None for one it cannot tell."""
+    if grid is None or torch.compiler.is_dynamo_compiling():  # sizes may be symbols there
+        return grid
+    return known(grid, "the function given as grid= to graphopt.dsa.convert")
+
+
+def shown_by(model: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]:
+    """How the grid is read from a forward's arguments, by position or by name."""
+    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     read = reader_of(model)
     return lambda args, kwargs: read((), {**dict(zip(names, args)), **kwargs})

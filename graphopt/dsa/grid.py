@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from graphopt import _compat, _compat_capture
+from graphopt.codegen.dsa import checks
 from graphopt.errors import ConfigError
 
 Grid = tuple[int, int, int]
-
+Reader = Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]
 
 class Cell:
     """A grid that may be known.
@@ -59,6 +60,14 @@ class Cell:
         self.known, self.carrier, self.traced = before
 
 
+def known(grid: Any, where: str) -> Grid:
+    """A grid somebody gave, as three whole numbers; ConfigError for anything else."""
+    try:
+        return checks.sizes(grid, "a grid")
+    except ConfigError as error:
+        raise ConfigError(error.what, where=where, remedy=error.remedy) from None
+
+
 CELLS = [Cell()]  # the first is that of `video_grid`, one more for each converted model
 
 
@@ -70,18 +79,15 @@ class video_grid:
     """
 
     def __init__(self, T: int, H: int, W: int) -> None:
-        if not torch.compiler.is_compiling() and min(T, H, W) < 1:
-            raise ConfigError(f"a grid needs three sizes of at least 1, not {(T, H, W)}", where="video_grid",
-                              remedy="pass (T, H, W) in tokens, after patching")
-        self.grid = (T, H, W)
-        self.outer: Any = None
+        self.grid = (T, H, W) if torch.compiler.is_compiling() else known((T, H, W), "video_grid")
+        self.outer: list[Any] = []  # one object may be entered again inside itself
 
     def __enter__(self) -> Grid:
-        self.outer = CELLS[0].push(self.grid)
+        self.outer.append(CELLS[0].push(self.grid))
         return self.grid
 
     def __exit__(self, *error: Any) -> None:
-        CELLS[0].pop(self.outer)
+        CELLS[0].pop(self.outer.pop())
 
 
 class Scope:

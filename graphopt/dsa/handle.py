@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.dsa import options
-from graphopt.dsa.grid import Grid, Scope
+from graphopt.dsa.grid import Reader, Scope
 from graphopt.dsa.head import OffsetHead
 from graphopt.dsa.layer import Around, Sliding, taken_back
 from graphopt.errors import ConfigError
@@ -20,9 +20,10 @@ from graphopt.errors import ConfigError
 class Handle:
     """The converted layers of a model.  `layers`: name -> OffsetHead."""
 
-    def __init__(self, model: nn.Module, scope: Scope, layers: dict[str, OffsetHead],
-                 read_grid: Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]) -> None:
-        self.model, self.scope, self.layers, self.read_grid = model, scope, layers, read_grid
+    def __init__(self, model: nn.Module, scope: Scope, layers: dict[str, OffsetHead], read_grid: Reader,
+                 shown: Reader) -> None:
+        self.model, self.scope, self.layers, self.read_grid, self.shown = model, scope, layers, read_grid, shown
+        self.reverted = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         """A copied model has its own handle: the copy's layers and scope."""
@@ -30,7 +31,7 @@ class Handle:
 
         twin = Handle.__new__(Handle)
         memo[id(self)] = twin
-        twin.read_grid = self.read_grid
+        twin.read_grid, twin.shown, twin.reverted = self.read_grid, self.shown, self.reverted
         twin.scope = copy.deepcopy(self.scope, memo)
         twin.layers = {n: copy.deepcopy(h, memo) for n, h in self.layers.items()}
         twin.model = copy.deepcopy(self.model, memo)
@@ -38,8 +39,8 @@ class Handle:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The heads' parameters.  Give them a group of their own, without weight decay (`param_groups`)."""
-        for head in self.layers.values():
-            yield from head.parameters()
+        self._converted()
+        return (p for head in self.layers.values() for p in head.parameters())
 
     def param_groups(self, lr: float, head_lr: float | None = None, **rest: Any) -> list[dict[str, Any]]:
         """Two groups for an optimizer: the model's parameters at `lr`, the heads' at `head_lr` without weight decay.
@@ -55,6 +56,7 @@ class Handle:
 
     def save(self, path: str | Path) -> Path:
         """Write the configuration beside a checkpoint (graphopt_dsa.json); `convert(model, path)` reads it."""
+        self._converted()
         return options.save(path, {name: head.config for name, head in self.layers.items()})
 
     def revert(self) -> nn.Module:
@@ -62,6 +64,7 @@ class Handle:
 
         ConfigError if something else replaced its classes since.
         """
+        self._converted()
         modules = dict(self.model.named_modules())
         places = [(modules[n], Sliding) for n in self.layers if n in modules] + [(self.model, Around)]
         for module, mixin in places:
@@ -73,11 +76,18 @@ class Handle:
             if mixin is Sliding:
                 del module.dsa
         del self.model._graphopt_dsa
+        self.reverted = True
         return self.model
+
+    def _converted(self) -> None:
+        if self.reverted:
+            raise ConfigError("the model was reverted: it has no converted layers any more",
+                              where=type(self.model).__name__, remedy="graphopt.dsa.convert it again, for a new handle")
 
     @contextmanager
     def dense(self) -> Iterator[None]:
         """Inside, the converted layers compute dense attention: the teacher, or the model before conversion."""
+        self._converted()
         before, self.scope.dense = self.scope.dense, True
         try:
             yield
@@ -90,6 +100,7 @@ class Handle:
 
         Eager only.  With activation checkpointing the backward belongs inside as well.
         """
+        self._converted()
         before, self.scope.distilling = self.scope.distilling, True
         try:
             yield
@@ -112,12 +123,14 @@ class Handle:
         """See graphopt.dsa.verify."""
         from graphopt.dsa import measure
 
+        self._converted()
         return measure.verify(self, args, kwargs)
 
     def probe(self, *args: Any, **kwargs: Any) -> Any:
         """See graphopt.dsa.probe."""
         from graphopt.dsa import measure
 
+        self._converted()
         return measure.probe(self, args, kwargs)
 
     def __repr__(self) -> str:
@@ -133,5 +146,9 @@ def handle_of(model: Any) -> Handle:
     inner = getattr(model, "_orig_mod", model)
     handle = getattr(inner, "_graphopt_dsa", None)
     if not isinstance(handle, Handle):
-        raise ConfigError(f"{type(inner).__name__} is not converted", remedy="graphopt.dsa.convert(model, ...) first")
+        inside = next((n for n, m in inner.named_modules() if isinstance(m, Around)), None) if isinstance(
+            inner, nn.Module) else None
+        raise ConfigError(f"{type(inner).__name__} is not converted", where=inside,
+                          remedy="graphopt.dsa.convert(model, ...) first" if inside is None else
+                          f"the model inside it is: give that one (.{inside})")
     return handle

@@ -61,7 +61,7 @@ class OffsetHead(nn.Module):
                 raw = offset_head(x, *weights, grid)
         B, N = x.shape[0], x.shape[1]
         if self.config.offsets == "tap":
-            offsets = raw.view(B, N, self.groups, -1, 3).permute(0, 2, 1, 3, 4)
+            offsets = raw.view(B, N, self.groups, math.prod(self.config.window), 3).permute(0, 2, 1, 3, 4)
         else:
             offsets = raw.view(B, N, self.groups, 3).transpose(1, 2)
         bound = self.config.max_offset

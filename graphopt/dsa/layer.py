@@ -9,7 +9,9 @@ Dynamo: the module's input is marked (codegen/dsa/marker.py) and the pass lower_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from graphopt.dsa.grid import CELLS, Grid, Scope
 from graphopt.dsa.head import OffsetHead
 from graphopt.errors import ConfigError
 
+log = logging.getLogger(__name__)
 SDPA = F.scaled_dot_product_attention
 CAT = (torch.cat, torch.concat, torch.concatenate)
 
@@ -44,8 +47,7 @@ class Sliding:
         offsets = head(_video_part(head, x, grid), grid)
         if torch.compiler.is_dynamo_compiling():
             if scope.distilling or scope.recorder is not None:
-                raise ConfigError("distillation and probing run eagerly", where=head.fqn,
-                                  remedy="call the model itself, not its compiled form, while they are on")
+                _eager_only(head)
             config = head.config
             marked = MARK(x, offsets, grid[0], grid[1], grid[2], list(config.window), config.text, config.boundary,
                           type(self).__qualname__)
@@ -62,6 +64,12 @@ class Sliding:
                 remedy="give it a processor that calls it (diffusers: set_attn_processor with AttnProcessor2_0, "
                 "attention backend 'native'), or leave it out of convert's select")
         return out
+
+
+def _eager_only(head: OffsetHead) -> None:
+    # in a function of its own: torch 2.11 fails on a `raise` in the frame that it goes on with behind a graph break
+    raise ConfigError("distillation and probing run eagerly", where=head.fqn,
+                      remedy="call the model itself, not its compiled form, while they are on")
 
 
 def _video_part(head: OffsetHead, x: Tensor, grid: Grid) -> Tensor:
@@ -192,6 +200,8 @@ class Around:
         grid = CELLS[0].read()
         if grid is None:
             grid = handle.read_grid(args, kwargs)
+        if grid is not None and not torch.compiler.is_dynamo_compiling():
+            _compare(handle.shown(args, kwargs), grid, type(self).__qualname__)
         cell, keep = CELLS[scope.cell], False
         outer = cell.push(grid)
         try:
@@ -202,6 +212,19 @@ class Around:
             if not keep:
                 cell.pop(outer)
         return out
+
+
+def _compare(shown: Grid | None, given: Grid, model: str) -> None:
+    """Given and shown grids of the same number of tokens in another shape: one of the two orders is not the tokens'."""
+    if shown is not None and tuple(shown) != tuple(given) and math.prod(shown) == math.prod(given):
+        _tell(tuple(given), tuple(shown), model)
+
+
+@cache
+def _tell(given: Grid, shown: Grid, model: str) -> None:
+    log.warning("graphopt.dsa: %s runs with the grid %s it was given, and its inputs look like %s: as many tokens in "
+                "another order. If tokens do not lie in raster order of %s, windows are wrong: leave video_grid and "
+                "convert's grid= out", model, given, shown, given)
 
 
 _MIXED: dict[tuple[type, type], type] = {}
@@ -223,5 +246,3 @@ def taken_back(module: nn.Module, mixin: type) -> type | None:
     bases = type(module).__bases__
     return bases[1] if len(bases) == 2 and bases[0] is mixin else None
 
-
-Reader = Callable[[tuple[Any, ...], dict[str, Any]], Grid | None]

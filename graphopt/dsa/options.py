@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from graphopt.codegen.dsa import checks
 from graphopt.errors import ConfigError
 
 Triple = tuple[int, int, int]
@@ -39,20 +41,20 @@ class DSAConfig:
 
     def __post_init__(self) -> None:
         try:
-            window = tuple(int(n) for n in self.window)
-        except (TypeError, ValueError):
-            window = ()
-        if len(window) != 3 or min(window) < 1:
-            raise ConfigError(f"window is {self.window!r}", where="DSAConfig", remedy="for example window=(3, 7, 7)")
-        object.__setattr__(self, "window", window)
+            object.__setattr__(self, "window", checks.sizes(self.window, "a window"))
+        except ConfigError:
+            raise ConfigError(f"window is {self.window!r}", where="DSAConfig",
+                              remedy="three whole numbers of tokens, for example window=(3, 7, 7)") from None
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", where="DSAConfig",
                                   remedy=f"use one of {', '.join(map(repr, allowed))}")
-        if self.groups is not None and self.groups < 1:
+        if self.groups is not None and (type(self.groups) is not int or self.groups < 1):
             raise ConfigError(f"groups is {self.groups!r}", where="DSAConfig", remedy="a divisor of the heads")
-        if self.max_offset is not None and not self.max_offset > 0:
-            raise ConfigError(f"max_offset is {self.max_offset!r}", where="DSAConfig", remedy="tokens, above 0")
+        bound = self.max_offset
+        if bound is not None and (type(bound) not in (int, float) or not 0 < bound < math.inf):
+            raise ConfigError(f"max_offset is {bound!r}", where="DSAConfig",
+                              remedy="tokens, above 0; leave it out for no bound")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

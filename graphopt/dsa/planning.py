@@ -15,6 +15,7 @@ from graphopt.codegen.dsa.reference import effective_window
 from graphopt.dsa import costs
 from graphopt.dsa.converting import context_parallel, head_count, input_layer
 from graphopt.dsa.options import DSAConfig
+from graphopt.errors import ConfigError
 from graphopt.inspecting.capture import Captured, capture
 from graphopt.passes import match_global_attention
 from graphopt.passes.match_global_attention import GLOBAL, Site
@@ -51,7 +52,11 @@ class Plan:
         self.rows, self.config, self.title, self.breaks = rows, config, title, breaks
 
     def __getitem__(self, owner: str) -> Row:
-        return next(r for r in self.rows if r.owner == owner)
+        found = next((r for r in self.rows if r.owner == owner), None)
+        if found is None:
+            some = ", ".join(dict.fromkeys(r.owner for r in self.rows[:4]))
+            raise ConfigError(f"no attention belongs to {owner!r}", where=self.title, remedy=f"owners here: {some}, ..")
+        return found
 
     @property
     def convertible(self) -> list[str]:
@@ -106,9 +111,13 @@ def plan(model: nn.Module, *args: Any, config: DSAConfig | None = None, target: 
     device: where it is traced: "meta", or "cpu" where the model does not allow that.  force: do not leave alone what is
     predicted to be slower.
 
-    Returns a Plan.  Raises CaptureError for a model torch cannot capture.
+    Returns a Plan.  Raises CaptureError for a model torch cannot capture, ConfigError for another device or config.
     """
     config = config or DSAConfig()
+    if not isinstance(config, DSAConfig):
+        raise ConfigError(f"config is {config!r}", where="graphopt.dsa.plan", remedy="give a graphopt.dsa.DSAConfig")
+    if device not in ("meta", "cpu"):
+        raise ConfigError(f"device is {device!r}", where="graphopt.dsa.plan", remedy="use 'meta' or 'cpu'")
     parsed, _ = settings.parse(None, None)
     found = capture(model, args, kwargs, device, parsed, target)
     rows = [_row(site, config, target, force) for g in found.graphs for site in match_global_attention.find(g.before)]

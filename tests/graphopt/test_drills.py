@@ -242,8 +242,7 @@ def test_ctrl_c_while_training_keeps_the_checkpoints(tmp_path: Path) -> None:
 def test_ctrl_c_while_compiling_kernels_prints_those_done(tmp_path: Path) -> None:
     job = Job(tmp_path, "kernels", "compile", "--widths", "256,512,768,1024,1280,1536,2048,3072,5120", "--target",
               "sm80,sm90,sm100", "--jobs", "1", "--json", str(tmp_path / "table.json"), run=COMMAND)
-    begun = time.monotonic()
-    text = interrupted(job, lambda: time.monotonic() > begun + 5)
+    text = interrupted(job, lambda: "compiling " in job.output())
     assert "kernels were not compiled" in text
     assert isinstance(json.loads((tmp_path / "table.json").read_text()), list)
 

@@ -69,6 +69,36 @@ def test_padded_tails_are_neither_read_nor_written() -> None:
     assert torch.equal(y[:, :, :24], want)
 
 
+@pytest.mark.parametrize("window", [(1, 3, 3), (2, 3, 4)])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_mask_over_text_in_front_of_padding(window, first) -> None:
+    """The window and, where it covers the grid, dense attention: both read neither hidden text nor padding."""
+    grid, text, padding = (2, 3, 4), 5, 3
+    q, k, v = (torch.randn(2, 2, 24 + text + padding, 8, dtype=torch.float64) for _ in range(3))
+    mask = torch.ones(2, 1, 1, 24 + text + padding, dtype=torch.bool)
+    start = 0 if first else 24
+    mask[0, ..., start + 1], mask[1, ..., start + 3 : start + 5] = False, False
+    options = {"grid": grid, "window": window, "text": text, "text_first": first}
+    y = graphopt.dsa.video_attention(q, k, v, **options, padding=padding, attn_mask=mask)
+    real = slice(0, 24 + text)
+    want = graphopt.dsa.video_attention(*(x[:, :, real] for x in (q, k, v)), **options, attn_mask=mask[..., real])
+    torch.testing.assert_close(y[:, :, real], want, rtol=0, atol=1e-13)
+    assert not y[:, :, 24 + text :].any()
+
+
+@pytest.mark.parametrize("text", [0, 3])
+@pytest.mark.parametrize("kind", ["none", "shift", "tap"])
+def test_an_empty_batch(kind, text) -> None:
+    N = 24 + text
+    q, k, v = (torch.zeros(0, heads, N, 8, requires_grad=True) for heads in (4, 2, 2))
+    offsets = None if kind == "none" else torch.zeros(0, 2, 24, *([9] if kind == "tap" else []), 3, requires_grad=True)
+    y = graphopt.dsa.video_attention(q, k, v, offsets, grid=(2, 3, 4), window=(1, 3, 3), text=text)
+    assert y.shape == q.shape
+    y.sum().backward()
+    for x in (q, k, v, offsets):
+        assert x is None or x.grad.shape == x.shape
+
+
 def test_other_scale_and_strides() -> None:
     grid = (2, 3, 4)
     q, k, v = (torch.randn(1, 2, 8, 24).transpose(2, 3) for _ in range(3))
@@ -92,6 +122,17 @@ BAD = [
     ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 3, 24, 3)}, "groups"),
     ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 2, 24, 5, 3)}, "tap"),
     ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 2, 24, 3, dtype=torch.bfloat16)}, "float32"),
+    ({"grid": (2, 3, 4), "offsets": torch.ones(1, 2, 24, 3, dtype=torch.bool)}, "numbers of tokens"),
+    ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 2, 24, 3, dtype=torch.complex64)}, "numbers of tokens"),
+    ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 2, 24, 3, device="meta")}, "on meta"),
+    ({"grid": (2, 3, 4), "offsets": torch.zeros(1, 0, 24, 3)}, "group"),
+    ({"grid": (2, 3, 4), "offsets": [0, 0, 0]}, "list"),
+    ({"grid": (2.0, 3, 4)}, "three sizes"),
+    ({"grid": 24}, "three sizes"),
+    ({"grid": None}, "three sizes"),
+    ({"grid": (2, 3, 4), "window": (1.5, 3, 3)}, "three sizes"),
+    ({"grid": (2, 3, 4), "window": "333"}, "three sizes"),
+    ({"grid": (2, 3, 4), "scale": torch.tensor(0.3, requires_grad=True)}, "scale"),
 ]
 
 
@@ -107,6 +148,9 @@ def test_bad_tensors_are_named() -> None:
                         (Q[..., :4], Q, "dimension")):
         with pytest.raises(ConfigError, match=named):
             graphopt.dsa.video_attention(Q, k, v, grid=(2, 3, 4))
+    for x in (Q[:, :0], Q[..., :0]):
+        with pytest.raises(ConfigError, match="no head"):
+            graphopt.dsa.video_attention(x, x, x, grid=(2, 3, 4))
     whole = torch.ones(1, 2, 24, 8, dtype=torch.int32)
     with pytest.raises(ConfigError, match="not supported"):
         graphopt.dsa.video_attention(whole, whole, whole, grid=(2, 3, 4))

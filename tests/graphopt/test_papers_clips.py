@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from papers_clips import search
+from papers_clips import search, wait_for
 
 
 def tried(peak, capacity: float, first: int = 3, seconds: float = 1e9, step_s: float = 0.0) -> list[tuple[int, bool]]:
@@ -34,3 +35,11 @@ def test_a_first_clip_too_large_ends_it() -> None:
 
 def test_no_step_is_begun_that_would_end_too_late() -> None:
     assert tried(lambda T: 20 + 5 * T, 140.0, seconds=60, step_s=10.0) == [(3, True), (5, True)]
+
+
+def test_nothing_is_measured_while_others_may_hold_the_memory(tmp_path) -> None:
+    there, missing = tmp_path / "there", tmp_path / "missing"
+    there.touch()
+    wait_for([there], time.monotonic() - 1)
+    with pytest.raises(SystemExit, match="missing not there"):
+        wait_for([there, missing], time.monotonic() + 0.1)

@@ -76,6 +76,17 @@ def test_kernels(engine, grid, C, out, dtype, device, monkeypatch) -> None:
         assert torch.equal(a, c)
 
 
+@pytest.mark.kernel
+def test_an_empty_batch(device) -> None:
+    x, weight, bias, matrix, last = sample((2, 3, 4), 16, 6, B=0, dtype=torch.float16, device=device)
+    y, kept = head.triton_forward(x, weight, bias, matrix, last, 2, 3, 4)
+    assert y.shape == (0, 24, 6)
+    got = head.triton_backward(y, x, kept, weight, bias, matrix, 2, 3, 4)
+    for a, b in zip(got, (x, weight, bias, matrix, last)):
+        assert a.shape == b.shape
+        assert not a.any()
+
+
 def test_values_spread_over_threads_are_noticed() -> None:
     plain = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]}>"
     text = '#blocked = {}\n %1:4 = tt.elementwise_inline_asm "mma.sync.aligned" %2 : tensor<256xi32, #blocked> -> x\n'

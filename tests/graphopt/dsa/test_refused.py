@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import graphopt
 from graphopt.dsa import DSAConfig, convert
+from graphopt.dsa.grid import CELLS
 from graphopt.errors import ConfigError
 
 SMALL = DSAConfig((1, 3, 3))
@@ -28,7 +29,9 @@ def wrong(**changes):
 @pytest.mark.parametrize(("make", "match"), [
     (wrong(window=(3, 7)), "window"), (wrong(window=(0, 1, 1)), "window"), (wrong(offsets="learned"), "'head', 'tap'"),
     (wrong(boundary="wrap"), "inside"), (wrong(text="left"), "auto"), (wrong(groups=0), "groups"),
-    (wrong(max_offset=-1.0), "max_offset"),
+    (wrong(max_offset=-1.0), "max_offset"), (wrong(max_offset=float("inf")), "max_offset"),
+    (wrong(max_offset="2"), "max_offset"), (wrong(window=(3.7, 7, 7)), "window"), (wrong(window="377"), "window"),
+    (wrong(window=(True, 3, 3)), "window"), (wrong(groups=1.5), "groups"), (wrong(groups=True), "groups"),
 ])
 def test_configurations(make, match) -> None:
     with pytest.raises(ConfigError, match=match):
@@ -45,6 +48,12 @@ def test_configurations(make, match) -> None:
     (dict(config=SMALL, select="blocks.*.attn", grid="guess"), "'auto'"),
     (dict(config=SMALL, select="blocks.*.attn", grid=(3, 4)), r"\(T, H, W\)"),
     (dict(config=DSAConfig((1, 3, 3), groups=3), select="blocks.*.attn"), "3 groups do not divide 2 heads"),
+    (dict(config={}), "selection is empty"), (dict(config=SMALL, select=[]), "selection is empty"),
+    (dict(config={"blocks.*.attn": {"window": (1, 3, 3)}}), "configuration of 'blocks"),
+    (dict(config=SMALL, select=3), "select is 3"),
+    (dict(config=SMALL, select="blocks.*.attn", keep_dense="first"), "keep_dense is 'first'"),
+    (dict(config=SMALL, select="blocks.*.attn", keep_dense=None), "keep_dense is None"),
+    (dict(config=SMALL, select="blocks.*.attn", grid=(3.0, 4, 5)), "three sizes"),
 ])
 def test_arguments(arguments, match) -> None:
     model = tiny()
@@ -105,6 +114,48 @@ def test_a_grid_that_does_not_match() -> None:
     f = torch.compile(model, backend="graphopt", options={"graphopt.compiler": "aot_eager"})
     with pytest.raises(ConfigError, match=r"72 tokens, the input has 60"):
         f(tiny_video.latent())
+
+
+@pytest.mark.parametrize("returned", [(3, 4), 60, (3.0, 4, 5), (0, 4, 5)])
+def test_a_function_that_gives_no_grid(returned) -> None:
+    model = tiny()
+    convert(model, SMALL, select="blocks.*.attn", grid=lambda *args, **kwargs: returned)
+    with pytest.raises(ConfigError, match="three sizes") as caught:
+        model(tiny_video.latent())
+    assert "the function given as grid=" in str(caught.value)
+
+
+def test_video_grid_takes_whole_sizes_and_can_be_entered_twice() -> None:
+    for sizes in ((3.0, 4, 5), ("a", 1, 1), (0, 1, 1)):
+        with pytest.raises(ConfigError, match="three sizes"):
+            graphopt.dsa.video_grid(*sizes)
+    grid = graphopt.dsa.video_grid(3, 4, 5)
+    with grid, graphopt.dsa.video_grid(5, 4, 3), grid:
+        assert CELLS[0].read() == (3, 4, 5)
+    assert CELLS[0].read() is None
+
+
+def test_a_grid_of_as_many_tokens_in_another_order(caplog) -> None:
+    """Nothing but the graph can tell which order is the tokens': eagerly a warning, compiled as a whole an error."""
+    model = tiny()
+    convert(model, SMALL, select="blocks.*.attn", grid=(5, 4, 3))
+    model(tiny_video.latent())
+    assert "(5, 4, 3) it was given, and its inputs look like (3, 4, 5)" in caplog.text
+    f = torch.compile(model, backend="graphopt", options={"graphopt.compiler": "aot_eager"})
+    with pytest.raises(Exception, match=r"the grid \(5, 4, 3\) .* is not the graph's, \(3, 4, 5\)") as caught:
+        f(tiny_video.latent())
+    assert isinstance(graphopt.errors.unwrap(caught.value), ConfigError)
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(ConfigError, match=r"no torch\.nn\.Module"):
+        convert(lambda x: x, SMALL, select="*")
+    model = tiny()
+    for wrong_plan, match in ((dict(config=(3, 7, 7)), "config is"), (dict(device="tpu"), "device is")):
+        with pytest.raises(ConfigError, match=match):
+            graphopt.dsa.plan(model, tiny_video.latent(), **wrong_plan)
+    with pytest.raises(ConfigError, match=r"owners here: blocks\.0\.attn"):
+        graphopt.dsa.plan(model, tiny_video.latent())["blocks.7"]
 
 
 def test_a_grid_that_cannot_be_read() -> None:

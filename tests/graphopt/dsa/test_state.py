@@ -93,8 +93,11 @@ def test_revert_gives_the_model_back() -> None:
     assert torch.equal(model(x), want)
     with pytest.raises(ConfigError, match="not converted"):
         handle_of(model)
-    with pytest.raises(ConfigError, match="reverted"):
-        handle.revert()
+    for use in (handle.revert, handle.parameters, lambda: handle.param_groups(1e-3), lambda: handle.save("nowhere"),
+                lambda: handle.verify(x), lambda: handle.probe(x), handle.dense().__enter__,
+                handle.distilling().__enter__):
+        with pytest.raises(ConfigError, match="the model was reverted"):
+            use()
     convert(model, DSAConfig((1, 3, 3)), select=SELECT)
 
 
@@ -109,6 +112,13 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     with other.dense():
         assert not torch.equal(twin(x), model(x))
     assert torch.equal(twin(x), model(x))
+
+
+def test_the_model_inside_another_is_named() -> None:
+    outer = nn.Sequential(tiny_video.TinyVideo(2))
+    convert(outer[0], DSAConfig((1, 3, 3)), select=SELECT)
+    with pytest.raises(ConfigError, match="give that one"):
+        graphopt.dsa.parameters(outer)
 
 
 def test_configuration_files(tmp_path) -> None:
