@@ -30,11 +30,17 @@ def statically_true(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
+UNBACKED = 8192  # what Inductor assumes too (torch._inductor.config.unbacked_symint_fallback)
+
+
 def size_hint(size: Any) -> int:
-    """The number behind a size: itself, or the value a symbolic size was traced with.  Adds no guard."""
+    """The number behind a size: itself, or the value a symbolic size was traced with.  Adds no guard.
+
+    A size that data decides (tokens kept by a mask) has no such value: UNBACKED stands for it.
+    """
     if isinstance(size, int):
         return size
-    return int(size.node.hint)
+    return UNBACKED if size.node.hint is None else int(size.node.hint)
 
 
 def inductor_compile(gm: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -80,6 +86,17 @@ def inductor_option_names() -> list[str]:
     import torch._inductor
 
     return list(torch._inductor.list_options())
+
+
+def inductor_option_type(name: str) -> Any:
+    """What a value of one of Inductor's options must be, as torch.compile(backend="inductor") asks it to; object where
+    torch does not ask."""
+    import typing
+
+    from torch._inductor import config
+
+    kind = config.get_type(name) if hasattr(config, "get_type") else object
+    return object if typing.get_origin(kind) is not None or kind is typing.Any else kind
 
 
 def inductor_mode_names() -> list[str]:

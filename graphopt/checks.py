@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphopt import _compat, frames
-from graphopt.errors import GraphoptError
+from graphopt.errors import ConfigError, GraphoptError
 from graphopt.reporting import Report, describe, report
 
 LISTED = 5  # frames named in one message
@@ -27,6 +27,8 @@ def check(
     Returns the report; its `missed` names the frames of the callable that torch kept from the backend: skipped ones,
     graph breaks with their place, recompile limits.
     """
+    if not isinstance(require or {}, Mapping) or not all(isinstance(n, int) for n in (require or {}).values()):
+        raise ConfigError(f"require is {require!r}", remedy='give the least number of each kind: {"modulate": 81}')
     owner = _compat.wrapper_of(compiled)
     if owner is None:
         report(compiled)  # raises, saying what to pass
@@ -52,6 +54,7 @@ def check(
             raise CheckFailed(
                 f"{have} {kind} sites {what}, {least} required",
                 where=describe(compiled),
-                remedy="; ".join(reasons) or "no norm or gate of this model looked like a site: see print(report)",
+                remedy="; ".join(reasons) or f"no{' other' if have else ''} norm or gate of this model looked like a "
+                "site: see print(report)",
             )
     return found

@@ -7,8 +7,9 @@ Sources, the later one wins: defaults, `graphopt.configure(...)`, the environmen
 from __future__ import annotations
 
 import difflib
+import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -81,12 +82,21 @@ def reset() -> None:
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Config, dict[str, Any]]:
     """`mode=` and `options=` of torch.compile as (Config, options for Inductor)."""
     options = dict(options or {})
+    for key in options:
+        if not isinstance(key, str):
+            raise ConfigError(f"unknown option {key!r}", remedy="keys of options= are names such as 'graphopt.select'")
     ours = {k.removeprefix(PREFIX): v for k, v in options.items() if k.startswith(PREFIX)}
     rest = {k: v for k, v in options.items() if not k.startswith(PREFIX)}
     config = _apply(_from_environment(_defaults), ours, prefix=PREFIX)
     if mode is not None and mode != "default":
         config = _apply(config, {"mode": mode}, prefix="")
     _check_inductor_keys(rest, config)
+    asked = mode or ours.get("mode")
+    if config.compiler != "inductor" and asked not in (None, "default"):
+        raise ConfigError(
+            f"mode {asked!r} is Inductor's, but graphopt.compiler is {config.compiler!r}",
+            remedy="leave it out, or compile with Inductor",
+        )
     inductor: dict[str, Any] = {}
     if config.compiler == "inductor":
         if config.mode is not None:
@@ -124,7 +134,8 @@ def _apply(config: Config, settings: Mapping[str, Any], prefix: str) -> Config:
             value = _request(prefix + key, value)
         if key in ("rules", "disable", "experimental"):
             if value is not None:
-                if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+                if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)) or not all(
+                        isinstance(v, str) for v in value):
                     raise ConfigError(f"option {prefix + key!r} is {value!r}", remedy="give a list of names")
                 value = tuple(value)
                 _check_rules(prefix + key, value)
@@ -153,10 +164,16 @@ def _request(option: str, given: Any) -> Request | None:
             values[key] = _triple(f"{option}: {key}", value)
     if values.get("grid") == "auto":
         values["grid"] = None
-    select = values.get("select", ("*",))
-    values["select"] = (select,) if isinstance(select, str) else tuple(select)
-    keep = values.get("keep_dense", ())
-    values["keep_dense"] = (keep,) if isinstance(keep, int) else tuple(keep)
+    for key, kind, what in (("select", str, "names of modules (globs)"), ("keep_dense", int, "positions of layers")):
+        value = values.get(key)
+        if value is None:
+            values.pop(key, None)
+            continue
+        listed = (value,) if isinstance(value, kind) else value
+        if not isinstance(listed, (list, tuple)) or not all(
+                isinstance(v, kind) and not isinstance(v, bool) for v in listed):
+            raise ConfigError(f"{option}: {key} is {value!r}", remedy=f"give a list of {what}")
+        values[key] = tuple(listed)
     for key, allowed in (("boundary", ("inside", "border")), ("text", ("none", "first", "last"))):
         if key in values and values[key] not in allowed:
             raise ConfigError(f"{option}: {key} is {values[key]!r}",
@@ -166,7 +183,7 @@ def _request(option: str, given: Any) -> Request | None:
 
 def _triple(what: str, value: Any) -> tuple[int, int, int]:
     try:
-        t, h, w = (int(n) for n in value)
+        t, h, w = map(operator.index, value)  # 3.5 is no size, and a text no three of them
     except (TypeError, ValueError):
         raise ConfigError(f"{what} is {value!r}", remedy="give three whole numbers (t, h, w)") from None
     if min(t, h, w) < 1:
@@ -189,16 +206,23 @@ def _check_rules(option: str, names: tuple[str, ...]) -> None:
 def _check_inductor_keys(rest: Mapping[str, Any], config: Config) -> None:
     if not rest:
         return
+    known = set(_compat.inductor_option_names())
+    for key, value in rest.items():
+        if key.replace("-", "_") not in known:
+            candidates = [*known, *(PREFIX + f.name for f in fields(Config))]
+            raise ConfigError(f"unknown option {key!r}", remedy=_nearest(key, candidates))
+        kind = _compat.inductor_option_type(key.replace("-", "_"))
+        if not isinstance(value, kind):
+            raise ConfigError(f"option {key!r} is {value!r}", remedy=f"Inductor takes {_words(kind)} here")
     if config.compiler != "inductor":
         raise ConfigError(
             f"option {next(iter(rest))!r} is Inductor's, but graphopt.compiler is {config.compiler!r}",
             remedy="leave it out, or compile with Inductor",
         )
-    known = set(_compat.inductor_option_names())
-    for key in rest:
-        if key.replace("-", "_") not in known:
-            candidates = [*known, *(PREFIX + f.name for f in fields(Config))]
-            raise ConfigError(f"unknown option {key!r}", remedy=_nearest(key, candidates))
+
+
+def _words(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""The pass that takes in-place spellings out where nobody can observe them: `h += y` becomes `h = h + y`.
+"""The pass that leaves one spelling where there are several: `layer_norm(input=h)` becomes `layer_norm(h)`, and
+in-place spellings are taken out where nobody can observe them, `h += y` becomes `h = h + y`.
 
     h = linear(x)                          h = linear(x)
     h.add_(y)                              h_1 = torch.add(h, y)
@@ -22,7 +23,7 @@ from graphopt.passes.record import PassRecord
 
 
 class Canonicalize:
-    """In-place arithmetic that cannot be told from its out-of-place form takes that form."""
+    """First operands stand in their place; in-place arithmetic takes its out-of-place form where none can tell."""
 
     name = "canonicalize"
     requires: frozenset[str] = frozenset()
@@ -34,11 +35,24 @@ class Canonicalize:
         graphs = nested(gm)
         record = PassRecord(self.name, sum(len(g.graph.nodes) for g in graphs))
         for g in graphs:
-            if out_of_place(g):
+            if positional(g) + out_of_place(g):
                 g.graph.lint()
                 g.recompile()
         record.nodes_after = sum(len(g.graph.nodes) for g in graphs)
         return record
+
+
+def positional(gm: fx.GraphModule) -> int:
+    """Give the first operand of known functions by position in one graph; returns how often it was named."""
+    done = 0
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.args or not ops_view.canonical(node):
+            continue
+        name = next((k for k in ("input", "self", "tensors", "tensor") if k in node.kwargs), None)
+        if name is not None:
+            node.args, node.kwargs = (node.kwargs[name],), {k: v for k, v in node.kwargs.items() if k != name}
+            done += 1
+    return done
 
 
 def out_of_place(gm: fx.GraphModule) -> int:

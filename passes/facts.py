@@ -76,6 +76,19 @@ class Facts:
         return False
 
     @cached_property
+    def live(self) -> frozenset[Node]:
+        """The nodes whose values something reads in the end: a result of the graph, a write, what returns no tensor."""
+        writes = {w.node for w in self.writes}
+        todo = [n for n in self.graph.nodes if n in writes or n.op == "output" or not _is_value(n)]
+        seen: set[Node] = set()
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                todo += node.all_input_nodes
+        return frozenset(seen)
+
+    @cached_property
     def strides_seen(self) -> frozenset[Node]:
         """The nodes whose order in memory something outside sees: the graph's results, and what reads strides.
 
@@ -131,6 +144,15 @@ def values_read(node: Node) -> list[Node]:
     if isinstance(v, (int, torch.SymInt, torch.Size)) and not isinstance(v, bool):
         return []
     return node.all_input_nodes
+
+
+def _is_value(node: Node) -> bool:
+    """Does a node do nothing but compute tensors or sizes?"""
+    if isinstance(node.target, _compat.HigherOrderOperator):
+        return False
+    v = node.meta.get("example_value", node.meta.get("val"))
+    parts = v if isinstance(v, (tuple, list)) else (v,)
+    return all(isinstance(t, (torch.Tensor, int, float, torch.SymInt, torch.SymFloat)) for t in parts)
 
 
 def storages_of(node: object) -> frozenset[int]:

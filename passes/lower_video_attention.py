@@ -131,7 +131,13 @@ class LowerVideoAttention:
                 remedy="compile the whole model, or leave keep_dense out and compile only the layers that are to slide",
             )
         order = list(dict.fromkeys(s.fqn for s in named))
-        kept = {order[i] for i in request.keep_dense if -len(order) <= i < len(order)}
+        beyond = [i for i in request.keep_dense if not -len(order) <= i < len(order)]
+        if order and beyond:
+            raise ConfigError(
+                f"graphopt.dsa: keep_dense names {', '.join(map(str, beyond))}, and {len(order)} layers are selected",
+                where=f"{order[0]} .. {order[-1]}", remedy=f"use positions from {-len(order)} to {len(order) - 1}",
+            )
+        kept = {order[i] for i in request.keep_dense} if order else set()
         record.rejects += [_reject(s, "kept dense (keep_dense)") for s in named if s.fqn in kept]
         return [s for s in named if s.fqn not in kept]
 

@@ -72,9 +72,9 @@ def _others(match: Match) -> Iterator[Match]:
     """The other modulates of the same norm that one operator can compute with this one."""
     x, result = match.get("x") or match["sum"], match["result"]
     inherited = {n: match.attempt.env[n] for n in ("result", "norm", "kind", "normed", "x", "sum") if match.get(n)}
-    taken = set(match.core)
+    taken, live = set(match.core), match.facts.live
     for root in ends(result):
-        if root in taken:
+        if root in taken or (root in live) != (match.root in live):
             continue
         attempt = Attempt(dict(inherited))
         for _ in OTHER.match(root, attempt):

@@ -6,6 +6,8 @@ A match is refused, with the reason, when
 - it crosses an autocast or grad-mode border, or runs under a transform of torch.func,
 - an in-place write between its first and its last node may change one of its inputs,
 - one of its results is read before all of its inputs exist,
+- nothing reads one of its results while another is read (what only the first depends on has no gradient in eager),
+- torch.autograd.grad differentiates a value that would no longer be on the way,
 - an operand is a DTensor or another tensor subclass.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 from torch.fx import Node
 
@@ -142,10 +145,18 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
         return f"{detached.name} cuts a gradient off (no_grad) that the operator would pass on", detached
     match.replacement = _replacement(match)
     results = match.replacement.results
+    read = {position for n, position in results.items() if n in facts.live}
+    unread = next((n for n, position in results.items() if position not in read), None)
+    if read and unread is not None:
+        return f"nothing reads {unread.name}, and it may depend on what gets no gradient", None
     # inside a graph nobody sees the order in memory, and rows are what the next site reads
     seen = {n: order for n, order in match.replacement.layouts.items() if n in facts.strides_seen}
     match.replacement.layouts = seen
     share_norm(match)
+    differentiated = next((n for n in match.side if any(map(_differentiates, n.users))), None)
+    if differentiated is not None:
+        reason = f"torch.autograd.grad differentiates {differentiated.name}, which the operator would pass by"
+        return reason, differentiated
     inside = set(match.core)
     if match.root.users and not _has_reader(match.root, inside | taken.keys(), taken):
         return f"nothing but sites that compute it themselves read {match.root.name}", None
@@ -183,6 +194,11 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
         return f"{late.name} writes in place into a value that the operator saves for its backward", late
     match.anchor = anchor
     return None, None
+
+
+def _differentiates(node: Node) -> bool:
+    """Does a node take gradients, or run a backward?  (torch._dynamo.config.trace_autograd_ops)"""
+    return node.target in (torch.autograd.grad, torch.autograd.backward)
 
 
 def _needs_grad(node: Node) -> bool:

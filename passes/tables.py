@@ -106,16 +106,18 @@ def _piece(match: Match, name: str, node: Node) -> Fold | None:
     while ops_view.canonical(node) in PATH:
         if ops_view.canonical(node) == "cast" and not _widens(node):
             return None  # a rounding the model asked for
+        if ops_view.detaches(node):
+            return None
         path.append(node)
         node = node.args[0]  # type: ignore[assignment]
-    if ops_view.canonical(node) != "add" or ops_view.has_alpha(node):
+    if ops_view.canonical(node) != "add" or ops_view.has_alpha(node) or ops_view.detaches(node):
         return None
     a, b = ops_view.operands(node)
     static = match.facts.static
     if not isinstance(a, Node) or not isinstance(b, Node) or static[a] == static[b]:
         return None
     table, embedding = (a, b) if static[a] else (b, a)
-    while ops_view.canonical(embedding) == "cast" and _widens(embedding):
+    while ops_view.canonical(embedding) == "cast" and _widens(embedding) and not ops_view.detaches(embedding):
         embedding = embedding.args[0]  # type: ignore[assignment]
     fold = Fold(match, name, path, node, table, embedding)
     return fold if _fits(fold) else None

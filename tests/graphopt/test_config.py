@@ -39,16 +39,34 @@ def test_unknown_names_the_nearest(options, nearest) -> None:
 
 @pytest.mark.parametrize("options", [
     {"graphopt.select": "some"}, {"graphopt.rules": "norm_modulate"}, {"graphopt.compiler": "tvm"},
-    {"graphopt.numerics": "fp8"}, {"graphopt.on_error": 1},
+    {"graphopt.numerics": "fp8"}, {"graphopt.on_error": 1}, {"graphopt.rules": 5}, {"graphopt.disable": {"gate_norm": 1}},
+    {"max_autotune": "yes"}, {"graphopt.dsa": {"window": (3.5, 7, 7)}}, {"graphopt.dsa": {"window": "377"}},
+    {"graphopt.dsa": {"select": 5}}, {"graphopt.dsa": {"keep_dense": "first"}}, {"graphopt.dsa": {"keep_dense": [True]}},
 ])
 def test_bad_values(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options)).replace(".", r"\.")):
         config.parse(None, options)
 
 
-def test_inductor_keys_need_inductor() -> None:
-    with pytest.raises(ConfigError, match="max_autotune"):
-        config.parse(None, {"graphopt.compiler": "aot_eager", "max_autotune": True})
+@pytest.mark.parametrize("options", [{"max_autotune": True}, {"graphopt.mode": "max-autotune"}, {}])
+def test_inductor_keys_need_inductor(options) -> None:
+    config.configure(compiler="aot_eager")
+    with pytest.raises(ConfigError, match="max.autotune"):
+        config.parse(None if options else "max-autotune", options)
+
+
+def test_names_that_are_no_text() -> None:
+    with pytest.raises(ConfigError, match="unknown option 5"):
+        config.parse(None, {5: 1})
+
+
+def test_selections_of_attention() -> None:
+    """One name may stand for a list; None is the default."""
+    for given in ({"select": None, "keep_dense": None}, {"select": "*", "keep_dense": ()}, {}):
+        parsed, _ = config.parse(None, {"graphopt.dsa": given})
+        assert (parsed.dsa.select, parsed.dsa.keep_dense) == (("*",), ())
+    parsed, _ = config.parse(None, {"graphopt.dsa": {"select": "blocks.*", "keep_dense": -1, "window": torch.Size((3, 5, 5))}})
+    assert (parsed.dsa.select, parsed.dsa.keep_dense, parsed.dsa.window) == (("blocks.*",), (-1,), (3, 5, 5))
 
 
 @pytest.mark.parametrize("options", [{}, {"graphopt.mode": "max-autotune-no-cudagraphs"}])

@@ -118,6 +118,11 @@ def test_check_names_what_is_missing() -> None:
     assert graphopt.check(g, {"modulate": 2}).count("modulate") == 2
     with pytest.raises(ConfigError, match="modulates"):
         graphopt.check(g, {"modulates": 2})
+    with pytest.raises(graphopt.CheckFailed, match="no other norm or gate"):
+        graphopt.check(g, {"modulate": 3})
+    for wrong in (2, {"modulate": "2"}):
+        with pytest.raises(ConfigError, match="give the least number of each kind"):
+            graphopt.check(g, wrong)
 
 
 def test_check_when_torch_never_called_the_backend() -> None:

@@ -104,3 +104,82 @@ def test_a_value_written_after_the_site(what: str) -> None:
         assert report.count("modulate", "rewritten") == 1
     else:
         assert any("writes in place into a value" in r.reason for r in report.rejects)
+
+
+def compared(f, *inputs):
+    """(report, [(gradient of the compiled, of eager), ..]); outputs are asserted equal."""
+    compiled = torch.compile(f, backend="graphopt", options=ALL | {"graphopt.compiler": "aot_eager"})
+    results = []
+    for g in (compiled, f):
+        leaves = [v.clone().requires_grad_() for v in inputs]
+        out = g(*leaves)
+        sum(o.square().sum() for o in (out if isinstance(out, tuple) else (out,))).backward()
+        results.append((out, [v.grad for v in leaves]))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    return graphopt.report(compiled), list(zip(*(grads for _, grads in results)))
+
+
+def assert_same(pairs) -> None:
+    for got, want in pairs:
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+OPERANDS = torch.randn(2, 5, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+
+
+def test_first_operands_by_keyword() -> None:
+    def f(x, s, b):
+        n = F.layer_norm(input=x, normalized_shape=(8,))
+        y = torch.add(input=torch.mul(input=n, other=1 + torch.unsqueeze(input=s, dim=0).squeeze(0)), other=b)
+        h = x + torch.tanh(input=s) * y
+        return F.layer_norm(input=h, normalized_shape=(8,)) * (1 + s) + b
+
+    report, grads = compared(f, *OPERANDS)
+    assert_same(grads)
+    assert (report.count("modulate", "rewritten"), report.count("gate", "rewritten")) == (2, 1)
+
+
+def unread_behind_a_gate(x, s, b, w):
+    h = x + s * x.sin()
+    F.layer_norm(h, (8,), w) * (1 + s) + b
+    return h
+
+
+def unread_weight(x, s, b, w):
+    h = x + s * x.sin()
+    F.layer_norm(h, (8,), w, b[0, 0])
+    return h
+
+
+def unread_of_two(x, s, b, w):
+    n = F.layer_norm(x, (8,))
+    n * (1 + w) + b
+    return n * (1 + s) + s
+
+
+@pytest.mark.parametrize("f", [unread_behind_a_gate, unread_weight, unread_of_two])
+def test_what_nothing_reads_has_no_gradient(f) -> None:
+    """An operator with a live and a dead result would give zeros, which an optimizer steps on."""
+    report, grads = compared(f, *OPERANDS, torch.randn(8))
+    assert grads[-1][1] is None
+    assert_same(grads)
+    assert {s.status for s in report.sites} == {"rewritten"}
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch does not trace it")
+@pytest.mark.parametrize("of", ["gain", "norm", "scale"])
+def test_a_gradient_taken_inside_the_graph(of: str) -> None:
+    def f(x, s, b):
+        values = {"norm": F.layer_norm(x, (8,)), "scale": s, "gain": 1 + s}
+        y = values["norm"] * values["gain"] + b
+        (d,) = torch.autograd.grad(y.square().sum(), values[of])
+        return d.sum((0, 1)) * b
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(f, backend="graphopt", options=ALL, fullgraph=True)
+        leaves = [v.clone().requires_grad_() for v in OPERANDS]
+        torch.testing.assert_close(compiled(*leaves), f(*leaves), rtol=1e-4, atol=1e-4)
+    reasons = [r.reason for r in graphopt.report(compiled).rejects]
+    assert any("torch.autograd.grad differentiates" in r for r in reasons) == (of == "norm")

@@ -205,6 +205,12 @@ def test_keep_dense_in_a_graph_of_one_layer() -> None:
         compiled(tiny_video.TinyVideo(1), {"window": WINDOW, "keep_dense": (0,)})(tiny_video.latent())
 
 
+def test_keep_dense_beyond_the_layers() -> None:
+    with pytest.raises(Exception, match=r"keep_dense names 3, and 3 layers are selected") as caught:
+        compiled(tiny_video.TinyVideo(3), {"window": WINDOW, "keep_dense": (0, 3)})(tiny_video.latent())
+    assert "use positions from -3 to 2" in str(caught.value)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("text", [None, "first"])
 def test_one_graph_for_all_grids(text: str | None) -> None:

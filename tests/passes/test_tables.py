@@ -153,3 +153,33 @@ def test_kernels_of_a_gpu_that_is_not_here(name: str) -> None:
     assert all("_triton_" in str(n.target) for n in found)
     assert [n.kwargs["outputs"] for n in found] == (
         ["", ""] if name == "joined" else ["scale+scale_table+shift+shift_table"])
+
+
+@pytest.mark.parametrize("frozen", ["sum", "cast", "pieces"])
+def test_no_gradient_is_invented(frozen: str) -> None:
+    """A modulation made under no_grad, in whole or in part: folding it would pass gradients to table and embedding."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(1, 1, 2, D))
+
+        def forward(self, x, e):
+            with torch.set_grad_enabled(frozen != "cast"):
+                wide = e.float()
+            with torch.set_grad_enabled(frozen != "sum"):
+                total = self.table + wide
+            with torch.set_grad_enabled(frozen != "pieces"):
+                s, b = total.unbind(2)
+            return F.layer_norm(x, (D,)) * (1 + s) + b
+
+    model, inputs = Frozen(), (torch.randn(B, S, D), torch.randn(B, S, 2, D).bfloat16())
+    compiled, grads = torch.compile(model, backend="graphopt", options=OPTIONS), []
+    for f in (compiled, model):
+        model.zero_grad()
+        leaves = [v.clone().requires_grad_() for v in inputs]
+        f(*leaves).square().sum().backward()
+        grads.append([v.grad for v in (*leaves, model.table)])
+    assert [g is None for g in grads[0]] == [g is None for g in grads[1]] == [False, True, frozen != "cast"]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
+    assert graphopt.report(compiled).count("modulate", "rewritten") == 1
