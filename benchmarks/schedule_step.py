@@ -15,7 +15,8 @@ busy shares instead (work done per second).  `zero_bubble_gain` is what the simu
 gives a plan in which no rank ever waits: over the whole plan, and (`_steps`) over the steps measured.  Steps of the
 policies take turns; `share_of_zero_bubble_gain` is the measured gain over the simulated one, with its 95 % interval.
 
-Writes rows of check `step` to benchmarks/results/<machine>/schedule.json.  `--compile-only` fills Inductor's caches.
+Writes rows of check `step` to benchmarks/results/<machine>/schedule.json, after the first --replay steps and at the
+end.  `--compile-only` fills Inductor's caches.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -94,9 +95,10 @@ def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, 
 
 
 def run(job: Job, plans: dict[str, Plan], fit: CostFit, count: int, o: argparse.Namespace,
-        say: Callable) -> dict[str, dict]:
+        say: Callable) -> Iterator[dict[str, dict]]:
     """Some steps of each plan in turn (step 0 of all, step 1 of all, ..), so that what the machine does meanwhile
-    meets all of them; then the same microbatches, in the same order, without the other ranks."""
+    meets all of them.  The first of them again, the same microbatches in the same order, without the other ranks.
+    Yields what is known after those, and at the end."""
     loaders = {p: graphopt.PlanLoader(Rows(), plan, num_workers=o.workers) for p, plan in plans.items()}
     steps = min(count, *(len(plan) for plan in plans.values()))
     todo = {p: [[] for _ in range(steps)] for p in plans}
@@ -115,10 +117,32 @@ def run(job: Job, plans: dict[str, Plan], fit: CostFit, count: int, o: argparse.
     # already need not be looked through again.
     gc.collect()
     gc.freeze()
+    again = min(o.replay or steps, steps)
+    walls, leads, took = np.zeros(0), np.zeros(0), {}
+    for some in (range(again), range(again, steps)):
+        if not some:
+            continue
+        wall, lead = together(job, todo, batches, some)
+        walls, leads = np.r_[walls, wall], np.r_[leads, lead]
+        say(f"{some.stop} steps of each")
+        took = took or apart(job, todo, some)
+        rows = {}
+        for n, (p, plan) in enumerate(plans.items()):
+            load = every_rank([sum(x) for x in took[p]], job.device)  # [ranks, steps]
+            done = every_rank([sum(mb.tokens for mb in step) for step in todo[p][: some.stop]], job.device).sum(0)
+            rows[p] = row_of(plan, fit, walls[n :: len(plans)], load, done)
+            rows[p] |= {"shapes": len(shapes[p]), "host_ahead_s": leads[n :: len(plans)].tolist(),
+                        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
+                        "microbatch_s": seconds_of_shapes(todo[p], took[p])}  # fmt: skip
+        yield rows
+
+
+def together(job: Job, todo: dict[str, list], batches: dict[str, Iterator], some: range) -> tuple[np.ndarray, ...]:
+    """Seconds of these steps of all policies, in turn, and how far the host was ahead; float64 [steps x policies]."""
     job.meet()
     marks, host = [job.mark()], [time.perf_counter()]
-    for i in range(steps):
-        for p in plans:
+    for i in some:
+        for p in todo:
             for mb in todo[p][i]:
                 _, travelling = next(batches[p])
                 assert travelling.samples == mb.samples, (travelling, mb)
@@ -126,33 +150,27 @@ def run(job: Job, plans: dict[str, Plan], fit: CostFit, count: int, o: argparse.
             marks.append(job.mark())
             host.append(time.perf_counter())
     here = np.cumsum(job.seconds(marks))
-    lead = every_rank(here - np.diff(host).cumsum(), job.device).min(0)  # how far the host is ahead of the device
-    wall = np.diff(every_rank(here, job.device).max(0), prepend=0.0)
-    say(f"{steps} steps of each")
-    again = min(o.replay or steps, steps)
-    job.alone(todo[next(iter(plans))][0][0].shape)  # gather the parameters
+    lead = every_rank(here - np.diff(host).cumsum(), job.device).min(0)
+    return np.diff(every_rank(here, job.device).max(0), prepend=0.0), lead
+
+
+def apart(job: Job, todo: dict[str, list], some: range) -> dict[str, list[list[float]]]:
+    """Seconds of each microbatch of these steps on this rank, without the others."""
+    job.alone(todo[next(iter(todo))][0][0].shape)  # gather the parameters
     job.meet()
     marks = [job.mark()]
-    for i in range(again):
-        for p in plans:
+    for i in some:
+        for p in todo:
             for mb in todo[p][i]:
                 job.alone(mb.shape)
                 marks.append(job.mark())
     each = iter(job.seconds(marks))
-    took = {p: [[] for _ in range(again)] for p in plans}
-    for i in range(again):
-        for p in plans:
-            took[p][i] = [float(next(each)) for _ in todo[p][i]]
+    took: dict[str, list[list[float]]] = {p: [] for p in todo}
+    for i in some:
+        for p in todo:
+            took[p].append([float(next(each)) for _ in todo[p][i]])
     job.clear()
-    rows = {}
-    for n, (p, plan) in enumerate(plans.items()):
-        load = every_rank([sum(x) for x in took[p]], job.device)  # [ranks, steps]
-        done = every_rank([sum(mb.tokens for mb in step) for step in todo[p]], job.device).sum(0)
-        rows[p] = row_of(plan, fit, wall[n :: len(plans)], load, done)
-        rows[p] |= {"shapes": len(shapes[p]), "host_ahead_s": lead[n :: len(plans)].tolist(),
-                    "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None,
-                    "microbatch_s": seconds_of_shapes(todo[p], took[p])}  # fmt: skip
-    return rows
+    return took
 
 
 def graphs() -> int:
@@ -161,17 +179,24 @@ def graphs() -> int:
 
 
 def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: int, o: argparse.Namespace,
-            say: Callable, *, foreign: bool) -> list[dict]:
-    """Result rows of every policy at one tau; `foreign`: the fit is another system's, and predicts nothing here."""
+            say: Callable, *, foreign: bool) -> Iterator[list[dict]]:
+    """Result rows of every policy at one tau, anew with more steps; `foreign`: the fit is another system's, and
+    predicts nothing here."""
     say(f"planned, tau = {row['tau']}")
     # Where one longest sample fills memory, adaptive_load's limits are equal_token's.
     table = {p: plan.table() for p, plan in plans.items()}
     twin = {p: next((q for q in plans if q == p or table[p] == table[q]), p) for p in plans}
     try:
-        found = run(job, {p: plans[p] for p in plans if twin[p] == p}, fit, steps, o, say)
+        for found in run(job, {p: plans[p] for p in plans if twin[p] == p}, fit, steps, o, say):
+            yield rows_of(job, plans, twin, found, fit, row, o, say, foreign=foreign)
     except torch.OutOfMemoryError as e:  # a result; the other ranks are stopped by torchrun
         schedule.save([{**row, "policy": o.policies, "oom": 1, "error": str(e)[:200]}], o.machine, folder=o.out)
         raise
+
+
+def rows_of(job: Job, plans: dict[str, Plan], twin: dict[str, str], found: dict[str, dict], fit: CostFit, row: dict,
+            o: argparse.Namespace, say: Callable, *, foreign: bool) -> list[dict]:
+    """Result rows of what was measured."""
     block = job.model.blocks[0]
     kept = len(graphopt.report(getattr(block, "block", block)).graphs) if SYSTEMS[o.system] is not None else 0
     by = {p: {**row, "policy": p, "graphs": graphs(), "graphs_kept": kept, **found[twin[p]],
@@ -313,10 +338,10 @@ def main() -> None:
     for i, tau in enumerate(o.tau):
         plans = plans_of(samples, fit, o, m_mem, ranks, tau, speeds if o.speeds else None)
         row = {**common, "ranks": ranks, "tau": tau, "mode": "measured", "simulated": False}
-        rows += measure(job, {p: plans[p] for p in o.policies.split(",")}, fit, row, o.steps[i % len(o.steps)], o, say,
-                        foreign=foreign)  # fmt: skip
-        if first:
-            schedule.save(rows, o.machine, folder=o.out)
+        for rows in measure(job, {p: plans[p] for p in o.policies.split(",")}, fit, row, o.steps[i % len(o.steps)], o,
+                            say, foreign=foreign):  # fmt: skip
+            if first:
+                schedule.save(rows, o.machine, folder=o.out)
     if first:
         rows = simulated(fit, o, common, say)
         say(schedule.save(rows, o.machine, folder=o.out))

@@ -2,6 +2,7 @@
 # What a machine with several GPUs has to show, most important first:  RANKS=2 benchmarks/several_gpus.sh [OUT] [JOB ..]
 # OUT: folder of the result files (benchmarks/results/<machine> by default); logs go to OUT/logs or build/logs.
 # JOB: some of gradients, drill, policies, unfused, long, long_tau_2 (all by default), in the order in which they measure.
+# OPTIONS: more options of schedule_step.py, for every job of it; the last of each counts: OPTIONS="--tau 1.3 --steps 50".
 # About 6 minutes on two H200.  All jobs compile at once, then they measure one after the other; rows are saved as they
 # come, so a run that is cut off keeps what it had.  NVLink multicast stays off.
 cd "$(dirname "$0")/.."
@@ -29,7 +30,7 @@ measured() {
     port=$((port + 1))
     (
         all_ranks "$1" "$2" benchmarks/schedule_step.py --plan-ranks "" --compiled "$turn/$1.compiled" --after "$after" \
-            "${@:3}"
+            "${@:3}" $OPTIONS
         touch "$turn/$1" "$turn/$1.compiled"
     ) &
     before=$1

@@ -4,7 +4,8 @@
 
 fsdp2: `fully_shard` with CPUOffloadPolicy on one GPU and torch's fused AdamW on the CPU, eager, per-block
 checkpointing.  deepspeed: ZeRO-3 with parameters and optimizer offloaded (CPUAdam where it builds, else torch's AdamW).
-Rows go to the file of stream_step.py, which measures graphopt with the same shapes.
+Rows go to the file of stream_step.py, which measures graphopt with the same shapes.  A row is saved as soon as it has
+two steps beside the first, and again with more.  Without a GPU (to try this script) nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from pathlib import Path
 
 import torch
 from _results import save
-from stream_step import KEYS, WIDTHS, inputs
+from stream_step import GPU, KEYS, WIDTHS, inputs
 
 
 def build(width: str, layers: int) -> torch.nn.Module:
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
-    with torch.device("cuda"):  # random numbers for 1.4 B parameters take the CPU half a minute
+    with torch.device("cuda" if GPU else "cpu"):  # random numbers for 1.4 B parameters take the CPU half a minute
         model = WanTransformer3DModel(num_layers=layers, in_channels=16, out_channels=16, rope_max_seq_len=1024,
                                       **WIDTHS[width])
     model = model.cpu()
-    torch.cuda.empty_cache()
+    if GPU:
+        torch.cuda.empty_cache()
     model.enable_gradient_checkpointing()
     return model.train()
 
@@ -37,10 +39,12 @@ def fsdp2(model: torch.nn.Module):
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
-    torch.cuda.set_device(0)
-    settings = dict(offload_policy=CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(
+    dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo", rank=0, world_size=1)
+    settings = dict(mp_policy=MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False))
+    if GPU:
+        torch.cuda.set_device(0)
+        settings["offload_policy"] = CPUOffloadPolicy()
     for block in model.blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
@@ -100,19 +104,24 @@ def main() -> None:
     for name in a.grids.split(","):
         grid = tuple(int(x) for x in name.split("x"))
         kw, tokens, times = inputs(grid, WIDTHS[a.width]["text_dim"]), grid[0] * grid[1] * grid[2], []
-        for i in range(1 + (a.steps if tokens < 20000 else max(2, a.steps - 1))):
-            if i == 1:
+        count = 1 + (a.steps if tokens < 20000 else max(2, a.steps - 1))
+        for i in range(count):
+            if i == 1 and GPU:
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
             step(kw)
-            torch.cuda.synchronize()
+            if GPU:
+                torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
-        row = dict(params_b=round(params, 3), tokens=tokens, system=a.system, update="host",
-                   overlap=True, layers=a.layers, width=a.width, step_ms=statistics.median(times[1:]),
-                   peak_gib=torch.cuda.max_memory_allocated() / 2**30, optimizer=optimizer,
-                   threads=torch.get_num_threads())
-        print(f"[{time.perf_counter() - begun:.1f} s]", row, [round(t) for t in times], flush=True)
-        save("stream", [row], KEYS, {}, a.out)
+            print(f"[{time.perf_counter() - begun:.1f} s] {tokens} tokens, step {i}: {times[-1]:.0f} ms", flush=True)
+            if len(times) < min(3, count):
+                continue
+            row = dict(params_b=round(params, 3), tokens=tokens, system=a.system, update="host",
+                       overlap=True, layers=a.layers, width=a.width, step_ms=statistics.median(times[1:]),
+                       peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0, optimizer=optimizer,
+                       threads=torch.get_num_threads())
+            print(f"[{time.perf_counter() - begun:.1f} s]", row, [round(t) for t in times], flush=True)
+            save("stream", [row], KEYS, {}, a.out)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,12 @@ def real_inputs(gm: fx.GraphModule) -> list[Any] | None:
     return values
 
 
+def runs_in_this_backward(node: Any) -> bool:
+    """Will the backward that is running execute this autograd node?  Not where `inputs` of torch.autograd.grad or of
+    `backward` leave it out."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def backward_id() -> int:
     """A number of the backward pass that is running in this thread, -1 outside of one."""
     return torch._C._current_graph_task_id()

@@ -162,8 +162,9 @@ def _exchange(
     active = gap > least
     high, low = high[active], low[active]
     width = unit.shape[1]
-    for start in range(0, len(high), max(1, PAIRS_AT_ONCE // width**2)):
-        h, low_ = high[start : start + PAIRS_AT_ONCE // width**2], low[start : start + PAIRS_AT_ONCE // width**2]
+    at_once = max(1, PAIRS_AT_ONCE // width**2)  # one, where a rank holds very many units
+    for start in range(0, len(high), at_once):
+        h, low_ = high[start : start + at_once], low[start : start + at_once]
         # Only the places in use are compared: the table is small although one rank may hold many units.
         used_h = min(width, int((unit[h] >= 0).sum(1).max()))
         used_l = min(width, int((unit[low_] >= 0).sum(1).max()) + 1)  # plus one empty place: a move instead of a swap

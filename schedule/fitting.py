@@ -15,6 +15,7 @@ import scipy.stats
 
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.schedule.costmodel import CostFit, MemoryModel
+from graphopt.schedule.problem import positive
 from graphopt.schedule.shapes import ShapeTable
 from graphopt.schedule.symbolic import SymbolicCost
 
@@ -95,7 +96,8 @@ def fit_cost(
         predicted = np.maximum(floor, jacobian @ solution)
         above = predicted > floor
     error = predicted / seconds - 1
-    r2 = 1 - float(((predicted - seconds) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    r2 = 1 - float(((predicted - seconds) ** 2).sum()) / spread if spread > 0 else 0.0  # equal times tell nothing
     fit = CostFit(
         form,
         {k: float(v) for k, v in coefficients.items()},
@@ -146,8 +148,13 @@ def _arrays(runs: Any) -> tuple[ShapeTable, np.ndarray, np.ndarray, np.ndarray |
             "there are no measured runs", remedy="every shape ran out of memory or time: measure smaller ones"
         )
     for r in rows:
-        if not r["seconds"] > 0 or not r.get("B", 0) > 0:
+        if not positive(r["seconds"]) or not positive(r.get("B")):
             raise ConfigError(f"a run has no positive time or batch: {r}")
+        sizes = ("S",) if "S" in r and "T" not in r else ("T", "H", "W")
+        if not all(positive(r.get(d)) for d in sizes) or not (r.get("L", 0) == 0 or positive(r["L"])):
+            raise ConfigError(f"a run's sizes must be positive: {r}", remedy="give B and S, or B, T, H, W and L")
+        if r.get("bytes") and not positive(r["bytes"]):
+            raise ConfigError(f"a run has no positive bytes: {r}", remedy="leave bytes out where they are not known")
     table = ShapeTable.of(
         [
             [r["S"], 1, 1, r.get("L", 0)] if "S" in r and "T" not in r else [r["T"], r["H"], r["W"], r.get("L", 0)]

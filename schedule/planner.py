@@ -16,7 +16,7 @@ from graphopt.schedule.collect import collect
 from graphopt.schedule.costmodel import CostFit
 from graphopt.schedule.dataset import Samples, read_samples
 from graphopt.schedule.plan import Plan
-from graphopt.schedule.problem import Problem
+from graphopt.schedule.problem import Problem, positive
 from graphopt.schedule.shapes import LatentLayout
 
 log = logging.getLogger(__name__)
@@ -127,19 +127,22 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
     for name, values in (("sync", ("step", "microbatch")), ("tail", ("carry", "drop", "pad"))):
         if o[name] not in values:
             raise ConfigError(f"unknown {name} {o[name]!r}", remedy=f"use one of {', '.join(values)}")
+    _check_whole(o, ("seed", "epoch"), None)
+    _check_whole(o, ("window_steps",), 1)
     ranks, sp = o["ranks"], o["sp"]
     if not (isinstance(ranks, int) and isinstance(sp, int) and ranks >= 1 and sp >= 1 and ranks % sp == 0):
         raise ConfigError(f"ranks = {ranks} and sp = {sp}: both must be positive, and sp must divide ranks")
     if not 0 < o["sp_efficiency"] <= 1:
         raise ConfigError(f"sp_efficiency must be in (0, 1], not {o['sp_efficiency']}")
-    if not o["tau"] > 0:
-        raise ConfigError(f"tau must be positive, not {o['tau']}")
+    if not positive(o["tau"]):
+        raise ConfigError(f"tau must be positive and finite, not {o['tau']!r}")
     groups = ranks // sp
     speeds = None if o["speeds"] is None else np.asarray(o["speeds"], dtype=np.float64)
     if speeds is not None and (len(speeds) != groups or not (np.isfinite(speeds) & (speeds > 0)).all()):
         raise ConfigError(f"speeds must be {groups} positive numbers, one per data-parallel group, not {o['speeds']!r}")
-    allowed = None if o["allowed_b"] is None else tuple(sorted({int(b) for b in o["allowed_b"]}))
-    if allowed is not None and (not allowed or allowed[0] < 1 or any(b % allowed[0] for b in allowed)):
+    allowed = None if o["allowed_b"] is None else tuple(sorted(set(o["allowed_b"])))
+    if allowed is not None and (not allowed or not all(isinstance(b, (int, np.integer)) for b in allowed)
+                                or allowed[0] < 1 or any(b % allowed[0] for b in allowed)):  # fmt: skip
         raise ConfigError(
             f"allowed_b = {o['allowed_b']!r} cannot be used",
             remedy="give positive sizes, each a multiple of the "
@@ -147,7 +150,7 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
         )
     slots_mode = o["sync"] == "microbatch"
     microbatches = o["microbatches"] or (4 if slots_mode and o["policy"] == "step_balanced" else 1)
-    if microbatches < 1:
+    if not positive(microbatches) or microbatches < 1:
         raise ConfigError(f"microbatches must be at least 1, not {o['microbatches']}")
     if microbatches != int(microbatches) and o["policy"] == "step_balanced":
         raise ConfigError(f"microbatches must be a whole number, not {microbatches}, where each one is a barrier")
@@ -223,6 +226,16 @@ def _problem(samples: Samples, fit: CostFit, o: dict[str, Any]) -> tuple[Problem
     return problem, more
 
 
+def _check_whole(o: dict[str, Any], names: Sequence[str], least: int | None) -> None:
+    """Raise ConfigError unless these options are whole numbers (or None)."""
+    for name in names:
+        value = o[name]
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if value is not None and (not whole or (least is not None and value < least)):
+            up = "" if least is None else f" from {least} up"
+            raise ConfigError(f"{name} must be a whole number{up}, not {value!r}")
+
+
 def _advice(fit: CostFit, o: dict[str, Any]) -> str:
     """Where the memory goes, if most of it is not the samples'."""
     if fit.memory is None or o["memory_bytes"] is None or fit.memory.m0 < 0.3 * o["memory_bytes"]:
@@ -240,8 +253,9 @@ def _limits(
     shapes = samples.shapes
     m_mem, m_comp = o["m_mem"], o["m_comp"]
     for name in ("m_mem", "m_comp", "memory_bytes"):
-        if o[name] is not None and not o[name] > 0:
-            raise ConfigError(f"{name} must be positive, not {o[name]}")
+        if o[name] is not None and not positive(o[name]):
+            raise ConfigError(f"{name} must be positive and finite, not {o[name]!r}",
+                              remedy="leave it out where there is no such limit")
     if o["limits"] is not None and np.shape(o["limits"]) != (len(shapes),):
         raise ConfigError(
             f"limits has shape {np.shape(o['limits'])}; the data set has {len(shapes)} shapes",

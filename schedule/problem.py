@@ -149,6 +149,12 @@ class Leftover:
         return left
 
 
+def positive(value: object) -> bool:
+    """Is this a finite number above 0?"""
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return number and bool(np.isfinite(value)) and bool(value > 0)  # type: ignore[call-overload, operator]
+
+
 def slot_numbers(step: np.ndarray, rank: np.ndarray) -> np.ndarray:
     """k of each microbatch, counted within its (step, rank); both sorted.  int32."""
     if not len(step):

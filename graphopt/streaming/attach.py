@@ -260,6 +260,8 @@ def _rest(model: nn.Module, device: torch.device) -> None:
                 module._parameters[name] = moved[id(p)]
             else:
                 p.data = p.data.to(device)
+                if not _dense(p):  # a slice of another tensor: the optimizer goes through memory as it lies
+                    p.data = torch.empty(p.shape, dtype=p.dtype, device=device).copy_(p.data)
         for name, b in module._buffers.items():
             if b is not None:
                 module._buffers[name] = torch.empty_like(b, device=device) if b.is_meta else b.to(device)

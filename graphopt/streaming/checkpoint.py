@@ -39,6 +39,7 @@ def save_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.Pat
 
     Beside the host store it takes the memory of the largest tensor.
     """
+    optimizer.check_whole()
     optimizer.flush()
     parts = {k: p for k, p in _parts(model, optimizer) if not _untouched(optimizer, k, model)}
     giving = {k: (p.shape, p.dtype, p.give) for k, p in parts.items()}
@@ -53,11 +54,12 @@ def load_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.Pat
     """
     optimizer.flush()
     found = {k: about[0] for k, about in dcp.shapes(folder).items() if about is not None}
-    parts = dict(_parts(model, optimizer))
+    parts = _places(model, optimizer)
     given = json.loads(dcp.text(folder, GROUPS))
     _check(found, parts, given, optimizer)
     for mine, theirs in zip(optimizer.param_groups, given):
         mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in theirs.items() if k != "params"})
+    optimizer.abandon()
     engine = optimizer.engine
     for layer in engine.store.layers:
         engine.link.join(layer.reading)
@@ -104,6 +106,15 @@ def _parts(model: nn.Module, optimizer: HostAdamW) -> Iterator[tuple[str, Part]]
             kind = _streamed(optimizer, p) if handles.entry_of(p) is not None else _resident(optimizer, p)
             for what, part in kind:
                 yield f"optimizer.{names[id(p)]}/{what}", part
+
+
+def _places(model: nn.Module, optimizer: HostAdamW) -> dict[str, Part]:
+    """Where a checkpoint goes: also over the weights of a step that failed half-way."""
+    half, optimizer._updated = optimizer._updated, set()
+    try:
+        return dict(_parts(model, optimizer))
+    finally:
+        optimizer._updated = half
 
 
 def _part(value: torch.Tensor, then: Callable[[], None] = lambda: None) -> Part:

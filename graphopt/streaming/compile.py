@@ -76,6 +76,8 @@ def compile_streamed(
     rewrite: runs the passes on a segment; gives the rewritten one, what was done, and what compiles it.
     frame: the frame's number.  settings: what else a compiled class depends on (the options of the backend).
     """
+    for entry in filter(None, map(handles.member_of, inputs)):
+        handles.check_untouched(entry)
     twin = pipeline.copy(gm)
     nodes = twin.graph.find_nodes(op="placeholder")
     entries = {n: e for n, e in zip(nodes, map(handles.member_of, inputs)) if e is not None}

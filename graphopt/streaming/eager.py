@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphopt.errors import StreamError
-from graphopt.streaming import ring
+from graphopt.streaming import handles, ring
 from graphopt.streaming.engine import Engine
 from graphopt.streaming.store import HostLayer
 
@@ -22,9 +22,12 @@ def guard(model: nn.Module, engine: Engine) -> None:
     for layer in engine.store.layers:
         module = modules[layer.fqn]
         module.forward = _wrapped(module.forward, engine, layer)  # type: ignore[method-assign]
-    for name, what in (("__deepcopy__", "copied"), ("__reduce_ex__", "pickled")):
-        setattr(model, name, _refuse_copy(model, what))
-    model._apply = _refuse_apply(model, engine)  # type: ignore[method-assign,assignment]
+    for part in model.modules():  # a block that is cast or copied by itself would be NaN, or run with foreign weights
+        if part is not model and not any(handles.entry_of(p) for p in part.parameters()):
+            continue
+        for name, what in (("__deepcopy__", "copied"), ("__reduce_ex__", "pickled")):
+            setattr(part, name, _refuse_copy(part, what))
+        part._apply = _refuse_apply(part, engine)  # type: ignore[method-assign,assignment]
 
 
 def _wrapped(forward: Callable[..., Any], engine: Engine, layer: HostLayer) -> Callable[..., Any]:
@@ -50,6 +53,7 @@ def materialized(engine: Engine, layer: HostLayer) -> Iterator[None]:
             "a streamed layer was called in eager mode with gradients on", where=layer.fqn,
             remedy="train through torch.compile(model, backend='graphopt'); for an eager forward use torch.no_grad()",
         )
+    engine.check_whole()
     slot = engine.ring.acquire(layer)
     try:
         for entry, view in zip(layer.entries, engine.ring.views(slot, layer)):

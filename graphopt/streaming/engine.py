@@ -63,6 +63,7 @@ class Engine:
         self.optimizer: Any = None  # weak reference to HostAdamW
         self.spark = torch.zeros((), device=link.device, requires_grad=True)  # makes a layer's node part of a backward
         self._latest: Any = None  # event after what was launched last
+        self.left_out = False  # has a backward taken no gradients of weights since the last step?
         self.trace: list[tuple[str, str, int, str]] | None = None
         self.program: Any = None  # the latest training program, weakly
         self.frames: dict[str, dict[str, set[str]]] = {}  # layer -> frame -> its parameters that the frame reads
@@ -79,12 +80,16 @@ class Engine:
 
     def begin(self, program: Any) -> None:
         """A forward starts."""
-        self.store.check()
+        self.check_whole()
         if torch.is_grad_enabled():
-            optimizer = self.optimizer() if self.optimizer else None
-            if optimizer is not None:
-                optimizer.check_forward()
             self.program = weakref.ref(program)
+
+    def check_whole(self) -> None:
+        """Raise StreamError if the runtime has failed, or if the weights are of two different steps."""
+        self.store.check()
+        optimizer = self.optimizer() if self.optimizer else None
+        if optimizer is not None:
+            optimizer.check_whole()
 
     def set_slots(self, slots: int) -> None:
         """Another number of slots, from the next forward on; no backward may be outstanding."""
@@ -145,8 +150,8 @@ class Engine:
         with landing.into([places[i] if kind == "weight" else None for kind, i in arguments]):
             yield [slab]
 
-    def check_backward(self, layer: HostLayer, ticket: Ticket) -> None:
-        """Raise StreamError where a backward cannot be right, before it runs."""
+    def check_backward(self, layer: HostLayer, ticket: Ticket, lands: bool) -> None:
+        """Raise StreamError where a backward cannot be right, before it runs; lands: gradients of weights will come."""
         self.store.check()
         if layer.target != ticket.version:
             raise StreamError("the weights were updated between this forward and its backward", where=layer.fqn,
@@ -154,7 +159,8 @@ class Engine:
         if not ticket.open:
             raise StreamError("a second backward through the same forward (retain_graph=True)", where=layer.fqn,
                               remedy="add the losses and call backward once")
-        if not layer.resident:
+        self.left_out |= not lands
+        if lands and not layer.resident:
             self.gradients.check_open(layer)
 
     def land(self, layer: HostLayer, found: Sequence[tuple[Entry, torch.Tensor]], ticket: Ticket) -> None:

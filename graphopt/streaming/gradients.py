@@ -30,6 +30,7 @@ class Landing:
         self.norms: dict[Entry, torch.Tensor] = {}  # fp32, 0-d, on the device; only of gradients that landed once
         self.sum: torch.Tensor | None = None  # fp32, by element: more than one gradient landed
         self.consumed = False
+        self.rounds = 0  # backward passes that have landed whole
 
 
 class Gradients:

@@ -59,6 +59,7 @@ class GradHandle(torch.Tensor):
         remedies = {
             "_foreach_norm": "call opt.clip_grad_norm_(...) or opt.grad_norm() of HostAdamW",
             "linalg_vector_norm": "call opt.clip_grad_norm_(...) or opt.grad_norm() of HostAdamW",
+            "_amp_foreach_non_finite_check_and_unscale_": "train in bf16, which needs no GradScaler",
             "zero_": "call opt.zero_grad() with set_to_none=True",
             "_foreach_zero_": "call opt.zero_grad() with set_to_none=True",
         }
@@ -99,6 +100,7 @@ def make(parameter: torch.nn.Parameter, entry: Entry, pool: Pool) -> torch.nn.Pa
         handle = parameter
         handle.data = pool.view(entry)
     handle.__dict__[_ENTRY] = entry
+    entry.written = handle._version
     return handle
 
 
@@ -122,6 +124,17 @@ def member_of(tensor: object) -> Entry | None:
 def gradient_of(handle: torch.nn.Parameter) -> torch.Tensor:
     """A new gradient handle for a streamed weight; it takes no memory to speak of."""
     return handle.detach().as_subclass(GradHandle)
+
+
+def check_untouched(entry: Entry) -> None:
+    """Raise StreamError if somebody wrote to a handle (the values went to the shared pool, not into the store), or
+    wants to see a gradient that autograd never hands out."""
+    if entry.handle._backward_hooks or entry.handle._post_accumulate_grad_hooks:
+        raise StreamError(f"{entry.fqn} has a hook on its gradient, which would never run", where=entry.fqn,
+                          remedy="read gradients with HostAdamW.gradient(parameter), or stream without this layer")
+    if not entry.layer.resident and entry.handle._version != entry.written:
+        raise StreamError(f"{entry.fqn} was written to after graphopt.stream, and has not got the values",
+                          where=entry.fqn, remedy="set weights before graphopt.stream, or by load_state_dict(...)")
 
 
 def describe(handle: object) -> str | None:

@@ -109,6 +109,7 @@ def layer_major(function: Callable[[In], Out], batches: Sequence[In]) -> list[Ou
         except BaseException as e:
             error = e
         group.end(member, error)
+        del error  # it holds this frame, and the other way round: what the failed forwards kept would stay
 
     threads = [threading.Thread(target=contextvars.copy_context().run, args=(run, m), name=f"graphopt-micro-{m}")
                for m in range(len(batches))]
@@ -117,8 +118,12 @@ def layer_major(function: Callable[[In], Out], batches: Sequence[In]) -> list[Ou
     group.start()
     for t in threads:
         t.join()
-    if group.error is not None:
-        raise group.error
+    failed, group.error = group.error, None
+    if failed is not None:
+        try:
+            raise failed
+        finally:
+            del failed
     return results  # type: ignore[return-value]
 
 

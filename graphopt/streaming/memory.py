@@ -61,17 +61,25 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         size = (nbytes + PAGE - 1) // PAGE * PAGE
         mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                mapped.madvise(mmap.MADV_HUGEPAGE)
-            except OSError as error:  # the kernel was built without huge pages: small ones do as well
-                log.debug("no huge pages: %s", error)
+        _advise(mapped, "MADV_HUGEPAGE")
+        if self.pin:
+            # a forked worker of a data loader would copy it: pinned pages at once, others as updates write them
+            _advise(mapped, "MADV_DONTFORK")
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
         numa.prefer(whole.data_ptr(), size, self.node)
         if self.pin and pin:
             _register(whole, self._registered)
         self.nbytes += size
         return whole[:nbytes]
+
+
+def _advise(mapped: mmap.mmap, name: str) -> None:
+    if not hasattr(mmap, name):
+        return
+    try:
+        mapped.madvise(getattr(mmap, name))
+    except OSError as error:  # the kernel was built without huge pages, say: small ones do as well
+        log.debug("no %s: %s", name, error)
 
 
 def _register(whole: torch.Tensor, registered: list[int]) -> None:

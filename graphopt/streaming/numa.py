@@ -75,6 +75,15 @@ def siblings(cpu: int) -> frozenset[int]:
         return frozenset({cpu})
 
 
+def bind(cpus: list[int]) -> None:
+    """Let the calling thread, and threads that it starts, run on these CPUs only; anywhere if the kernel refuses (one
+    warning)."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:  # the control group's CPUs have changed, or the container may not ask
+        _unknown(f"the optimizer's threads cannot be bound to {len(cpus)} CPUs ({error})")
+
+
 def prefer(address: int, nbytes: int, node: int | None) -> None:
     """Ask that untouched pages come from a node; memory stays where the kernel puts it if it refuses (one warning)."""
     number = MBIND.get(platform.machine())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,19 +15,25 @@ from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import ConfigError, StreamError
 from graphopt.streaming import handles, memory, numa
 from graphopt.streaming.engine import Engine
+from graphopt.streaming.gradients import Gradients, Landing
 from graphopt.streaming.link import Link
 from graphopt.streaming.resident import ResidentState
 from graphopt.streaming.store import Entry, HostLayer
 from graphopt.streaming.updates import Job, State, Updates
 
+log = logging.getLogger(__name__)
 MODES = ("deferred", "priority", "in_backward")
 
 
 class Clip:
-    """The factor of clipping on its way to the host: the launching thread does not wait for it."""
+    """The factor of clipping on its way to the host: the launching thread does not wait for it.
 
-    def __init__(self, coefficient: torch.Tensor, link: Link) -> None:
+    landings: the gradients it is of.
+    """
+
+    def __init__(self, coefficient: torch.Tensor, link: Link, landings: Sequence[Landing]) -> None:
         self.coefficient, self._link = coefficient, link
+        self._landings = list(landings)
         self._host = torch.zeros((), dtype=torch.float32, pin_memory=coefficient.is_cuda)
         self._host.copy_(coefficient, non_blocking=True)
         self._there = link.mark()
@@ -35,6 +42,12 @@ class Clip:
         """Its value; blocks until it is there."""
         self._link.join(self._there)
         return float(self._host)
+
+    def forgotten(self, gradients: Gradients) -> bool:
+        """Are all of its gradients gone, as after `model.zero_grad()`?"""
+        here = {id(x) for x in gradients.landings.values()}
+        return bool(self._landings) and not any(
+            id(x) in here and any(e.handle.grad is not None for e in x.fresh) for x in self._landings)
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -58,7 +71,8 @@ class HostAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01, *, update: str = "deferred", accumulate: int = 1, ema: float | None = None,
         kernel: str = "auto", threads: int | None = None,
     ) -> None:
-        _validate(lr, betas, eps, weight_decay, update, accumulate, ema, kernel, threads)
+        _check_numbers(dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        _validate(update, accumulate, ema, kernel, threads)
         self.update, self.accumulate, self.ema = update, accumulate, ema
         self._ready = False
         super().__init__(params, dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay))
@@ -85,7 +99,6 @@ class HostAdamW(torch.optim.Optimizer):
         self._scale: Clip | None = None
         self._planned: dict[HostLayer, dict[Entry, Hyper]] = {}
         self._snapshot: list[tuple[Any, ...]] | None = None
-        self._rounds = dict.fromkeys(self._layers, 0)
         self._updated: set[HostLayer] = set()
         self._group_of: dict[int, dict[str, Any]] = {}
         self.engine.gradients.keep_norms = update == "deferred"
@@ -102,6 +115,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; after construction only resident parameters can be added."""
+        _check_group(param_group)
         super().add_param_group(param_group)
         if self._ready and any(handles.entry_of(p) is not None for p in self.param_groups[-1]["params"]):
             self.param_groups.pop()
@@ -128,8 +142,10 @@ class HostAdamW(torch.optim.Optimizer):
         self.store.check()
         self.engine.gradients.settle(self.updates)
         self._late()
+        self._check_new()
         self._check_order_of_updates()
-        clip = self._scale
+        clip = self._clip()
+        self._tell_left_out()
         if self.update == "deferred":
             for layer in self._layers:
                 landing = self.engine.gradients.landings[layer]
@@ -141,7 +157,6 @@ class HostAdamW(torch.optim.Optimizer):
             self._update_resident(clip)
         self._scale, self._snapshot = None, None
         self._updated.clear()
-        self._rounds = dict.fromkeys(self._layers, 0)
         self.engine.grow()
         self.engine.prime()
         return loss
@@ -180,8 +195,9 @@ class HostAdamW(torch.optim.Optimizer):
             return
         if self._snapshot is None:
             self._snapshot = self._settings()
-        self._rounds[layer] += 1
-        if self._rounds[layer] == self.accumulate:
+        landing = self.engine.gradients.landings[layer]
+        landing.rounds += 1
+        if landing.rounds == self.accumulate:
             self._updated.add(layer)
             self._submit(layer, None)
 
@@ -190,11 +206,12 @@ class HostAdamW(torch.optim.Optimizer):
         if self.update == "deferred":
             return
         for layer in self._layers:
-            if self.engine.gradients.landings[layer].fresh and not self._rounds[layer]:
+            landing = self.engine.gradients.landings[layer]
+            if landing.fresh and not landing.rounds:
                 self.landed(layer)
 
-    def check_forward(self) -> None:
-        """Raise StreamError if a forward would read weights of two different steps: called by the runtime."""
+    def check_whole(self) -> None:
+        """Raise StreamError if weights are of two different steps: called by the runtime before it reads them."""
         if self._updated:
             raise StreamError(
                 f"update={self.update!r} has changed weights already, and step() was not called",
@@ -202,8 +219,31 @@ class HostAdamW(torch.optim.Optimizer):
                 "update='deferred'",
             )
 
+    def _check_new(self) -> None:
+        """Raise StreamError if gradients were used up by the step before, and are not gone."""
+        for layer in self._layers:
+            landing = self.engine.gradients.landings[layer]
+            kept = landing.consumed and layer not in self._updated
+            if kept and any(e.handle.grad is not None for e in layer.trained):
+                raise StreamError("step() again with the gradients of the step before, which it used up",
+                                  where=layer.fqn, remedy="call opt.zero_grad() after opt.step()")
+
+    def _tell_left_out(self) -> None:
+        """Warn where no streamed weight will be updated because of `backward(inputs=...)`: it cannot name handles."""
+        left_out, self.engine.left_out = self.engine.left_out, False
+        if left_out and not self._updated and not any(self.engine.gradients.landings[x].fresh for x in self._layers):
+            log.warning("graphopt: no streamed weight has a gradient: the backward was for other tensors only; "
+                        "leave `inputs` out of loss.backward() to train streamed weights")
+
+    def abandon(self) -> None:
+        """Weights and state are replaced: a step that was half done is over, and so are its gradients."""
+        if self._updated:
+            self.engine.gradients.clear()
+            self._updated.clear()
+            self._snapshot = None
+
     def _settings(self) -> list[tuple[Any, ...]]:
-        return [(g["lr"], tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in self.param_groups]
+        return [(float(g["lr"]), tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in self.param_groups]
 
     def _check_order_of_updates(self) -> None:
         if self.update == "deferred":
@@ -212,7 +252,8 @@ class HostAdamW(torch.optim.Optimizer):
             raise StreamError("lr, betas, eps or weight_decay changed between backward and step() with "
                               f"update={self.update!r}, after they were used",
                               remedy="change them after step(), or use update='deferred'")
-        short = [x.fqn for x in self._layers if 0 < self._rounds[x] < self.accumulate]
+        landings = self.engine.gradients.landings
+        short = [x.fqn for x in self._layers if 0 < landings[x].rounds < self.accumulate]
         if short:
             raise StreamError(f"step() after fewer than accumulate={self.accumulate} backward passes", where=short[0],
                               remedy="run the remaining backward passes first, or use update='deferred'")
@@ -220,7 +261,14 @@ class HostAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients.  Streamed ones are always set to None."""
         self.engine.gradients.clear()
+        self._scale = None  # a step that is left out after clipping
         super().zero_grad(set_to_none)
+
+    def _clip(self) -> Clip | None:
+        """The factor for the gradients that are there."""
+        if self._scale is not None and self._scale.forgotten(self.engine.gradients):
+            self._scale = None
+        return self._scale
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients together, fp32, 0-d, before any clipping.  Deferred mode only."""
@@ -249,11 +297,12 @@ class HostAdamW(torch.optim.Optimizer):
         Streamed gradients are scaled, in fp32, when the update reads them; resident fp32 ones here, in place.
         """
         self._need_deferred("clip_grad_norm_")
-        if self._scale is not None:
+        if self._clip() is not None:
             raise StreamError("clip_grad_norm_ was called twice before step()", remedy="call it once per step")
         norm = self.grad_norm()
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).detach()
-        self._scale = Clip(coefficient, self.engine.link)
+        fresh = [x for x in self.engine.gradients.landings.values() if x.fresh]
+        self._scale = Clip(coefficient, self.engine.link, fresh)
         with torch.no_grad():
             for p in self._parameters():
                 if handles.entry_of(p) is None and p.grad is not None and p.grad.dtype == torch.float32:
@@ -313,15 +362,28 @@ def kernel_of(name: str, link: Link, threads: int | None = None) -> Callable[[Se
     return update_all if name == "torch" else adamw_cpp.load(threads) if name == "cpp" else adamw_cpp.best(threads)
 
 
-def _validate(
-    lr: Any, betas: Any, eps: Any, weight_decay: Any, update: str, accumulate: int, ema: Any, kernel: str,
-    threads: Any,
-) -> None:
+def _check_group(group: dict[str, Any]) -> None:
+    """Refuse settings of a parameter group that would be ignored, or that no update can be made with."""
+    for name, plain in (("amsgrad", False), ("maximize", False), ("differentiable", False),
+                        ("decoupled_weight_decay", True)):
+        if bool(group.get(name, plain)) != plain:
+            raise ConfigError(f"HostAdamW: a parameter group has {name}={group[name]}, which it does not do",
+                              remedy="leave it out, or train with torch.optim.AdamW")
+    _check_numbers(group)
+
+
+def _check_numbers(given: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        value = given.get(name, 0)
+        if not (isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and value >= 0)):
+            raise ConfigError(f"HostAdamW: {name} is {value!r}", remedy="use a number of at least 0")
+    betas = given.get("betas", (0, 0))
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ConfigError(f"HostAdamW: betas are {betas}", remedy="use two numbers in [0, 1)")
+
+
+def _validate(update: str, accumulate: int, ema: Any, kernel: str, threads: Any) -> None:
     checks = [
-        (isinstance(lr, torch.Tensor) or lr >= 0, f"lr is {lr}", "use a number of at least 0"),
-        (len(betas) == 2 and all(0 <= b < 1 for b in betas), f"betas are {betas}", "use two numbers in [0, 1)"),
-        (eps >= 0, f"eps is {eps}", "use a number of at least 0"),
-        (weight_decay >= 0, f"weight_decay is {weight_decay}", "use a number of at least 0"),
         (update in MODES, f"update is {update!r}", f"use one of {', '.join(map(repr, MODES))}"),
         (isinstance(accumulate, int) and accumulate >= 1, f"accumulate is {accumulate!r}",
          "use a whole number from 1 up"),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt import _compat_capture
 from graphopt.errors import StreamError
 from graphopt.passes import stream_check, stream_graph
 from graphopt.segments import Step
@@ -216,15 +217,18 @@ class _Layer(torch.autograd.Function):
                               remedy="keep the layer resident: graphopt.stream(..., resident=[...])")
         saved, others = iter(ctx.saved_tensors), iter(ctx.others)
         values = [next(saved) if tensor else next(others) for tensor in ctx.tensors]
-        found = _backward(ctx.engine, call, ctx.walk, ctx.ticket, values, grads, ctx.state, ctx.autocast)
+        # torch.autograd.grad(loss, x) and backward(inputs=...) leave the weights out: so do they the spark, the first
+        # tensor of this node
+        lands = _compat_capture.runs_in_this_backward(ctx.next_functions[0][0])
+        found = _backward(ctx.engine, call, ctx.walk, ctx.ticket, values, grads, ctx.state, ctx.autocast, lands)
         return (None, None, None, None, None, None, *found)
 
 
 def _backward(
     engine: Engine, call: LayerCall, walk: Walk, ticket: Any, values: list[Any], grads: Sequence[torch.Tensor | None],
-    state: Any, autocast: Any,
+    state: Any, autocast: Any, lands: bool,
 ) -> list[torch.Tensor | None]:
-    engine.check_backward(call.layer, ticket)
+    engine.check_backward(call.layer, ticket, lands)
     walk.until(engine, call.index)
     with (
         engine.weights(call.layer) as (slot, views), engine.span(call.layer, "backward"),
@@ -233,8 +237,9 @@ def _backward(
         found = _replayed_backward(engine, call, views, slab, values, grads, state, autocast)
         if found is None:
             found = _differentiate(engine, call, views, values, grads, state, autocast)
-        landed = zip(call.layer.entries, found[len(values):])
-        engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
+        if lands:
+            landed = zip(call.layer.entries, found[len(values):])
+            engine.land(call.layer, [(e, g) for e, g in landed if g is not None], ticket)
     engine.log("compute", call.layer, slot, "backward")
     walk.after(engine)
     return found[:len(values)]

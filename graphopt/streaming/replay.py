@@ -29,12 +29,7 @@ RECENT = 64  # launches that "auto" looks back on
 
 
 class Unrecordable(RuntimeError):
-    """A layer does something that a replay would not repeat."""
-
-
-def _refused(error: RuntimeError) -> bool:
-    """Is this about recording, not about what is recorded?  Every message of CUDA and torch on it names the capture."""
-    return isinstance(error, (Unrecordable, torch.OutOfMemoryError)) or "captur" in str(error).lower()
+    """A layer that runs cannot be recorded, or does something that a replay would not repeat."""
 
 
 class Recorded:
@@ -163,21 +158,31 @@ class Replays:
         return inputs
 
     def _record(self, inputs: list[Any], work: Callable[[Sequence[Any]], Sequence[Any]]) -> Recorded | None:
+        try:
+            return self._try(inputs, work)
+        except Unrecordable as error:
+            self.set("off")
+            self.clear()
+            log.warning("graphopt: a layer cannot be recorded as a CUDA graph, its kernels are launched one by one: %s",
+                        (str(error).splitlines() or [type(error.__cause__).__name__])[0])
+            return None
+
+    def _try(self, inputs: list[Any], work: Callable[[Sequence[Any]], Sequence[Any]]) -> Recorded:
+        """Record.  Raises Unrecordable, or what the layer raises by itself."""
         versions = lambda: [v._version for v in inputs if isinstance(v, torch.Tensor)]  # noqa: E731
         before = versions()
         try:
             self._pool = self.link.pool() if self._pool is None else self._pool
             graph = Recorded(*self.link.record(lambda: work(inputs), self._pool))
-            if versions() != before:
-                raise Unrecordable("it writes into its inputs")
         except RuntimeError as error:
-            if not _refused(error):
-                raise
-            self.set("off")
-            self.clear()
-            log.warning("graphopt: a layer cannot be recorded as a CUDA graph, its kernels are launched one by one: %s",
-                        (str(error).splitlines() or [type(error).__name__])[0])
-            return None
+            # Of recording or of the layer?  CUDA's and torch's messages differ between versions and have no class of
+            # their own; but what the layer does wrong it does wrong when it is launched plainly, too.
+            if isinstance(error, torch.OutOfMemoryError):
+                self.clear()  # the graphs' own memory, which a plain launch does not need
+            work(inputs)
+            raise Unrecordable(str(error)) from error
+        if versions() != before:
+            raise Unrecordable("it writes into its inputs")
         return graph
 
 

@@ -113,7 +113,9 @@ class Ring:
         """
         key = (slot.index, layer.key)
         if key not in self._views:
-            self._views[key] = [e.view(slot.buffer).detach().requires_grad_(e.trained) for e in layer.entries]
+            with torch.inference_mode(False):  # made while sampling, used in training
+                self._views[key] = [e.view(slot.buffer).detach().requires_grad_(e.trained)
+                                    for e in layer.entries]
         return self._views[key]
 
     def _victim(self) -> Slot:

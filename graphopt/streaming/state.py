@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from graphopt.streaming.optimizer import HostAdamW
 
 
+# keys of a parameter group of torch.optim.AdamW that HostAdamW has not
+TORCHS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+
+
 def flush(engine: Engine) -> None:
     """Let queued updates finish."""
     optimizer = engine.optimizer() if engine.optimizer else None
@@ -31,10 +35,11 @@ def hook(model: torch.nn.Module, engine: Engine) -> None:
             owners.setdefault(module, {})[name] = entry
 
     def read(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        engine.check_whole()
         flush(engine)
         for name, entry in owners[module].items():
             if prefix + name in state:
-                state[prefix + name] = entry.layer.weight(entry)
+                state[prefix + name] = entry.alone()
 
     def before(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         flush(engine)
@@ -86,6 +91,7 @@ def flattened(t: torch.Tensor) -> torch.Tensor:
 
 def optimizer_state(optimizer: HostAdamW) -> dict[str, Any]:
     """See HostAdamW.state_dict."""
+    optimizer.check_whole()
     optimizer.flush()
     state: dict[int, dict[str, Any]] = {}
     groups, n = [], 0
@@ -160,10 +166,10 @@ def load_optimizer_state(optimizer: HostAdamW, state_dict: dict[str, Any]) -> No
             f"the state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer {sizes}",
             remedy="make the optimizer with the same groups")
     for g in groups:
-        for flag in ("amsgrad", "maximize"):
-            if g.get(flag):
-                raise StreamError(f"the state was made with {flag}=True, which HostAdamW does not do",
-                                  remedy="go on with torch.optim.AdamW")
+        for flag, plain in (("amsgrad", False), ("maximize", False), ("decoupled_weight_decay", True)):
+            if bool(g.get(flag, plain)) != plain:
+                raise StreamError(f"the state was made with {flag}={g[flag]}, which HostAdamW does not do",
+                                  remedy="go on with the optimizer of torch that made it")
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     ids = [i for g in groups for i in g["params"]]
     for i, p in zip(ids, parameters):
@@ -172,8 +178,10 @@ def load_optimizer_state(optimizer: HostAdamW, state_dict: dict[str, Any]) -> No
                 raise StreamError(f"{name} has shape {tuple(state[i][name].shape)}, the parameter {tuple(p.shape)}",
                                   where=handles.describe(p), remedy="load the state of the same model")
     optimizer.flush()
+    optimizer.abandon()
     for mine, theirs in zip(optimizer.param_groups, groups):
-        mine.update({k: v for k, v in theirs.items() if k in ("lr", "betas", "eps", "weight_decay", "initial_lr")})
+        # also what schedulers keep there; what torch.optim.AdamW alone knows was refused, or changes no values
+        mine.update({k: v for k, v in theirs.items() if k not in ("params", *TORCHS)})
     with torch.no_grad():
         for i, p in zip(ids, parameters):
             _load_one(optimizer, p, state.get(i))

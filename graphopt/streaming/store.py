@@ -45,6 +45,8 @@ class Entry:
     layer: HostLayer = field(default=None, repr=False)  # type: ignore[assignment]
     handle: torch.nn.Parameter = field(default=None, repr=False)  # type: ignore[assignment]
     sites: list[tuple[torch.nn.Module, str]] = field(default_factory=list, repr=False)  # where the model keeps it
+    written: int = 0  # version of the handle, which nobody may write to
+    _alone: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def numel(self) -> int:
@@ -55,6 +57,17 @@ class Entry:
     def key(self) -> tuple[Any, ...]:
         """Equal for entries that lie at the same place of equal layers."""
         return (self.byte, self.grad_byte, tuple(self.shape), self.stride, self.dtype, self.trained)
+
+    def alone(self) -> torch.Tensor:
+        """Its values in host memory, as a tensor that shares its storage with no other parameter's.
+
+        torch.save writes whole storages, and refuses one that is seen in two dtypes, as a layer's may be.
+        """
+        if self._alone is None:
+            size = self.numel * self.dtype.itemsize
+            memory = torch.from_numpy(self.layer.weights[self.byte:self.byte + size].numpy())
+            self._alone = memory.view(self.dtype).as_strided(self.shape, self.stride)
+        return self._alone.detach()
 
     def view(self, weights: torch.Tensor) -> torch.Tensor:
         """This parameter inside a weight buffer (uint8)."""

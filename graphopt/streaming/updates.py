@@ -6,7 +6,6 @@ update; everything a job needs was copied out of the optimizer when it was queue
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -197,7 +196,7 @@ class Updates:
 def _loop(owner: Any, changed: threading.Condition, cpus: list[int] | None) -> None:
     # holds its owner only while it works, so a model that is no longer used ends this thread
     if cpus is not None:
-        os.sched_setaffinity(0, cpus)  # of this thread, and of the OpenMP team that it starts
+        numa.bind(cpus)  # this thread, and the OpenMP team that it starts
     with torch.no_grad():
         while True:
             updates = owner()

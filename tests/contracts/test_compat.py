@@ -363,3 +363,23 @@ def test_a_backward_has_a_number_and_an_end() -> None:
     assert seen[1] is True, "called before the gradients were there"
     y.sum().backward()
     assert seen[2] != seen[0]
+
+
+def test_a_node_knows_whether_the_running_backward_will_execute_it() -> None:
+    seen = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, number, spark, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            seen.append(_compat_capture.runs_in_this_backward(ctx.next_functions[0][0]))
+            return None, None, g * 2
+
+    spark, x = torch.zeros((), requires_grad=True), torch.ones(2, requires_grad=True)
+    Node.apply(3, spark, x).sum().backward()
+    torch.autograd.grad(Node.apply(3, spark, x).sum(), x)
+    Node.apply(3, spark, x).sum().backward(inputs=[x])
+    assert seen == [True, False, False]

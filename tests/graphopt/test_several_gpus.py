@@ -10,6 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "several_gpus.sh"
 # measures; the others just run.
 PYTHON = r"""#!/usr/bin/env bash
 name=run compiled= after=
+[[ "$*" == *"--steps 50,20"*"--tau 1.3 --steps 50 --out"* ]] && echo options >> "$EVENTS"
 while [ $# -gt 0 ]; do
     case $1 in
         --compiled) compiled=$2; name=$(basename "$2" .compiled); shift ;;
@@ -31,11 +32,12 @@ echo "end $name" >> "$EVENTS"
 """
 
 
-def run(tmp_path, *jobs):
+def run(tmp_path, *jobs, options=""):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").write_text(PYTHON)
     (tmp_path / "bin" / "python3").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "RANKS": "2", "EVENTS": str(tmp_path / "events")}
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "RANKS": "2", "EVENTS": str(tmp_path / "events"),
+           "OPTIONS": options}
     done = subprocess.run(["bash", str(SCRIPT), str(tmp_path / "out"), *jobs], env=env, capture_output=True, text=True, timeout=60)
     return done, (tmp_path / "events").read_text().splitlines()
 
@@ -58,6 +60,7 @@ def test_all_compile_first_and_then_measure_in_turn(tmp_path):
 
 
 def test_some_jobs_and_an_unknown_one(tmp_path):
-    done, events = run(tmp_path, "policies", "nothing")
+    done, events = run(tmp_path, "policies", "nothing", options="--tau 1.3 --steps 50")
+    assert "options" in events, "the last of each counts"
     assert [e for e in events if e.startswith("end")] == ["end policies"]
     assert "unknown job nothing" in done.stderr

@@ -102,6 +102,12 @@ def test_bad_fits_are_refused_with_the_worst_shape():
         fit_cost([{"B": 1, "S": 5, "seconds": None}])
     with pytest.raises(ConfigError, match="no positive time"):
         fit_cost([{"B": 1, "S": 5, "seconds": -1.0}])
+    for bad, match in ((dict(seconds=float("inf")), "no positive time"), (dict(seconds="1"), "no positive time"),
+                       (dict(S=-5), "sizes"), (dict(bytes=float("nan")), "bytes"), (dict(bytes=-1), "bytes")):  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            fit_cost([{"B": 1, "S": s, "seconds": 1.0, **bad} for s in (1000, 2000, 4000, 8000)])
+    same = fit_cost([{"B": 1, "S": s, "seconds": 1.0} for s in (1000, 2000, 4000, 8000)], refuse=False)
+    assert same.r2 == 0.0, "times that do not depend on the size"
     with pytest.raises(ConfigError, match="unknown cost form"):
         fit_cost(runs(truth), form="cubic")
 

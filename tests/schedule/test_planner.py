@@ -320,6 +320,14 @@ def test_steps_stay_alike_where_they_can_be_level():
         ({"policy": "adaptive_load"}, "needs m_comp"),
         ({"only": np.array([99])}, "only holds row 99"),
         ({"sp_efficiency": 1.5}, "sp_efficiency"),
+        ({"m_mem": float("inf")}, "m_mem must be positive and finite"),
+        ({"m_mem": "4000"}, "m_mem must be"),
+        ({"m_comp": float("inf")}, "m_comp must be positive and finite"),
+        ({"tau": float("inf")}, "tau must be positive and finite"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"window_steps": -3}, "window_steps must be a whole number from 1"),
+        ({"allowed_b": (1.5,)}, "allowed_b"),
+        ({"microbatches": float("inf"), "policy": "equal_token"}, "at least 1"),
     ],
 )
 def test_options_that_cannot_be_used(change, message):
@@ -356,3 +364,10 @@ def test_the_planner_does_not_import_the_surface():
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_many_small_samples_in_a_step() -> None:
+    """One video and hundreds of images, each a microbatch of its own."""
+    samples = Samples.of_tokens([1] * 2000 + [1_000_000])
+    plan = plan_batches(samples, CostFit.two_term(0.5, 2.43e-4, 9.2e-9), ranks=4, m_mem=1_000_000, tau=1.3, allowed_b=(1,))
+    check(plan, samples, 1_000_000)

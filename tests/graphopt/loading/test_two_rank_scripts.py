@@ -44,17 +44,17 @@ def test_a_job_does_not_wait_for_ever(tmp_path, monkeypatch):
 @pytest.mark.nightly
 def test_every_policy_in_a_real_loop(tmp_path):
     done = torchrun("schedule_step.py", "--machine=here", "--layers=1", "--width=128", "--text-dim=32", "--shrink=12",
-                    "--system=aot_eager", "--budget=90", "--shapes=3", "--sizes=2", "--steps=4,3", "--tau=1.3,2",
+                    "--system=aot_eager", "--budget=90", "--shapes=3", "--sizes=2", "--steps=6,3", "--replay=4", "--tau=1.3,2",
                     "--workers=1", "--plan-ranks=4", "--speed-calls=3", "--speeds", "--out", str(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path)
-    assert {(r["tau"], len(r["step_s"])) for r in found if r["mode"] == "measured"} == {(1.3, 4), (2, 3)}
+    assert {(r["tau"], len(r["step_s"])) for r in found if r["mode"] == "measured"} == {(1.3, 6), (2, 3)}
     measured = {r["policy"]: r for r in found if r["mode"] == "measured" and r["tau"] == 1.3}
     assert set(measured) == {"step_balanced", "equal_token", "adaptive_load"}
     for r in measured.values():
         assert (r["oom"], r["ranks"]) == (0, 2)
         assert 0 < r["limit_fraction"] <= 1.05
-        assert len(r["step_s"]) == len(r["predicted_s"]) == 4
+        assert len(r["step_s"]) == len(r["predicted_s"]) == len(r["host_ahead_s"]) == 6
         assert [len(x) for x in r["busy_s"]] == [4, 4]
         assert r["graphs"] <= 4
         assert {"gain_over_equal_token", "zero_bubble_gain", "zero_bubble_gain_steps", "share_interval"} <= set(r)

@@ -50,9 +50,10 @@ def test_first_layers_resident(slots: int, update: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
-@pytest.mark.parametrize("update", ["deferred", "priority"])
-def test_zoo(name: str, update: str) -> None:
-    trains_as_resident(name, update=update)
+@pytest.mark.parametrize(("update", "graphs"), [("deferred", "off"), ("priority", "off"), ("deferred", "on")])
+def test_zoo(name: str, update: str, graphs: str) -> None:
+    model = trains_as_resident(name, update=update, graphs=graphs)
+    assert bool(attach.engine_of(model).replays.replayed) == (graphs == "on")
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from graphopt.streaming import memory, numa
+from graphopt.streaming.link import CpuLink
+from graphopt.streaming.store import HostStore
+from graphopt.streaming.updates import Updates
 
 
 class Runtime:
@@ -62,6 +67,26 @@ def test_registration_is_in_pieces_and_undone_when_one_is_refused(monkeypatch) -
     assert sorted(runtime.ended[2:]) == sorted(pinned), "registrations end with the arena"
 
 
+@pytest.mark.parametrize("pin", [True, False])
+def test_forked_workers_do_not_copy_the_store(pin, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime(refuse_after=9))
+    arena = memory.Arena(pin)
+    buffers = [arena.allocate(3 * memory.PAGE, pin=pinned) for pinned in (True, False)]  # weights, and moments
+    for b in buffers:
+        b.fill_(1)
+
+    def mapped() -> int:
+        ranges = [[int(x, 16) for x in line.split()[0].split("-")] for line in Path("/proc/self/maps").read_text().splitlines()]
+        return sum(any(a <= b.data_ptr() < z for a, z in ranges) for b in buffers)
+
+    assert mapped() == 2
+    child = os.fork()
+    if child == 0:
+        os._exit(mapped())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if pin else 2)
+    assert all(b.sum() == 3 * memory.PAGE for b in buffers)
+
+
 def test_the_control_group_counts(monkeypatch) -> None:
     have = memory.available()
     assert 0 < have <= int(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
@@ -113,6 +138,27 @@ def test_memory_is_placed(caplog, monkeypatch) -> None:
     node = next(iter(numa.nodes()), None)
     with caplog.at_level("WARNING"):
         assert memory.Arena(pin=False, node=node).allocate(100).sum() == 0
+
+
+def test_threads_that_cannot_be_bound_work_anywhere(monkeypatch, caplog) -> None:
+    """A thread that died of it would leave everybody waiting."""
+
+    def refuse(pid, cpus):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(numa, "_warned", False)
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    link, store, done = CpuLink(), HostStore([], pin=False), []
+    link.device = torch.device("cuda", 0)  # a pool of its own CPUs
+    with caplog.at_level("WARNING"):
+        pool = Updates(store, link, {}, lambda pieces: None)
+        pool.call(lambda: done.append(1))
+        for _ in range(100):
+            if pool._busy == 0:
+                break
+            time.sleep(0.1)
+    assert done == [1]
+    assert caplog.text.count("cannot be bound") == 1
 
 
 def test_the_pool_spares_whole_cores(tmp_path, monkeypatch) -> None:

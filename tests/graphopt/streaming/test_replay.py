@@ -98,7 +98,7 @@ def test_dropout_and_autocast_are_launched_plainly() -> None:
     assert attach.engine_of(b).replays.replayed == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), RuntimeError(),
                                    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")])
 def test_what_cannot_be_recorded_runs_plainly_with_one_warning(caplog, monkeypatch, error) -> None:
     def refuse(self, work, pool):
@@ -114,6 +114,7 @@ def test_what_cannot_be_recorded_runs_plainly_with_one_warning(caplog, monkeypat
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"),
+                                   RuntimeError("the captured image cannot be multiplied"),
                                    RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)")])
 def test_other_errors_of_a_layer_are_raised(error) -> None:
     replays = replay.Replays(CpuLink(), "on")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_gpu import Reference, on_gpu, pair, same, streamed, trains_as_resident, wide
+from on_gpu import Reference, on_gpu, pair, same, streamed, wide
 from resident import train
 from tiny_dit import TinyDiT, inputs
 from torch.utils import _pytree as pytree
@@ -40,11 +40,6 @@ def test_graphs_are_recorded_again_for_another_ring() -> None:
         assert attach.engine_of(b).replays.recorded
         attach.engine_of(b).set_slots(slots)
     same(b, a)
-
-
-@pytest.mark.parametrize("name", ["wan", "hunyuan_video", "flux", "ltx", "cogvideox"])
-def test_zoo_with_graphs(name: str) -> None:
-    assert attach.engine_of(trains_as_resident(name, graphs="on")).replays.replayed
 
 
 def test_auto_records_where_launches_show() -> None:
