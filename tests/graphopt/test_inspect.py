@@ -264,6 +264,18 @@ def test_a_frame_that_torch_skips_is_named() -> None:
     assert "test_inspect.py" in str(seen)
 
 
+def test_a_model_compiled_in_place() -> None:
+    """It is inspected like any other, and stays compiled."""
+    model = Stack(2)
+    model.compile(backend="graphopt", options={"graphopt.compiler": "eager"})
+    before = model._compiled_call_impl
+    seen = graphopt.inspect(model, *operands(), device="cpu")
+    assert seen.report.count("modulate") == seen.report.count("gate") == 2
+    assert model._compiled_call_impl is before
+    model(*operands())
+    assert graphopt.report(model).count("modulate") == 2
+
+
 def test_a_graph_counts_as_often_as_it_runs(tmp_path: Path) -> None:
     """One forward runs the graph of a block for each block: bytes, kernel calls and times of a step are those of all."""
     pytest.importorskip("triton")
