@@ -5,6 +5,7 @@ Known to hold on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -178,13 +179,17 @@ def compiling_code() -> CodeType | None:
 
 def code_of(compiled: Any) -> CodeType | None:
     """The code object of what was compiled: a function's, a method's, or a module's forward."""
-    inner = getattr(compiled, "_orig_mod", compiled)
+    inner = compiled.func if isinstance(compiled, functools.partial) else compiled
+    inner = getattr(inner, "_orig_mod", inner)
+    inner = getattr(inner, "forward", inner)
+    # also of `model.forward = torch.compile(model.forward)`
     inner = getattr(inner, "_torchdynamo_orig_callable", inner)
     return getattr(getattr(inner, "forward", inner), "__code__", None)
 
 
 def wrapper_of(compiled: Any) -> Any | None:
-    """The same object, found from what `torch.compile` returned (or from a module compiled in place)."""
+    """The same object, found from what `torch.compile` returned, from a module compiled in place or one whose `forward`
+    is what it returned, or from a functools.partial of any of these."""
     seen: set[int] = set()
     todo = [compiled]
     while todo:
@@ -197,7 +202,9 @@ def wrapper_of(compiled: Any) -> Any | None:
         slots = getattr(x, "__dict__", {})
         todo += [slots.get(k) for k in (
             "_compiled_call_impl", "dynamo_ctx", "callback", "_torchdynamo_orig_backend", "_torchdynamo_orig_callable",
-            "_inner_convert", "compiler_fn", "_compiler_fn")]
+            "_inner_convert", "compiler_fn", "_compiler_fn", "forward")]
+        if isinstance(x, functools.partial):
+            todo.append(x.func)
         todo += [cell.cell_contents for cell in getattr(x, "__closure__", None) or () if _filled(cell)]
         todo.append(getattr(x, "__self__", None))
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -93,10 +94,13 @@ def test_wrapper_is_found_from_both_sides() -> None:
         def forward(self, x):
             return x * 2
 
-    module, in_place = Doubled(), Doubled()
+    module, in_place, by_forward = Doubled(), Doubled(), Doubled()
     in_place.compile(backend=backend, options={"a": 1})
+    by_forward.forward = torch.compile(by_forward.forward, backend=backend, options={"b": 2})
+    part = functools.partial(torch.compile(lambda n, x: n * x, backend=backend), 2)
     for f, code in ((torch.compile(module, backend=backend), Doubled.forward.__code__),
-                    (in_place, None), (torch.compile(lambda x: x + 1, backend=backend), None)):
+                    (in_place, None), (by_forward, Doubled.forward.__code__), (part, None),
+                    (torch.compile(lambda x: x + 1, backend=backend), None)):
         f(torch.ones(1, 2))
         owner, compiling, compile_id, attempt = seen[-1]
         assert type(owner).__name__ == "_TorchCompileWrapper"
