@@ -123,6 +123,22 @@ def test_after_a_failure_the_last_checkpoint_is_loaded_in_place(how, tmp_path) -
     equal(a, b)
 
 
+def test_host_memory_for_a_second_backward_is_checked(monkeypatch) -> None:
+    """One backward per step needs no sum; more of them do, in fp32, and nothing said so when the optimizer was made."""
+    from graphopt.streaming import memory
+
+    (one, a, _), (two, step, b), x = twins()
+    loss_of(step, x).backward()
+    need = 4 * sum(x.elements for x in two.store.layers)
+    monkeypatch.setattr(memory, "available", lambda: need - 1)
+    with pytest.raises(StreamError, match=f"the sum of several gradients needs .*{need} bytes"):
+        loss_of(step, x).backward()
+    monkeypatch.undo()
+    two.zero_grad()
+    assert train(step, two, x, steps=2, micro=2) == train(a, one, x, steps=2, micro=2)
+    equal(a, b)
+
+
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_that_would_never_run_are_told(hook) -> None:
     for resident in (0, 1):
