@@ -41,8 +41,11 @@ def hook(model: torch.nn.Module, engine: Engine) -> None:
             if prefix + name in state:
                 state[prefix + name] = entry.alone()
 
+    given: dict[torch.nn.Module, set[str]] = {}  # names that the state being loaded holds
+
     def before(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         flush(engine)
+        given[module] = {name for name in owners[module] if prefix + name in state}
         for name, entry in owners[module].items():
             module._parameters[name] = torch.nn.Parameter(entry.layer.weight(entry), requires_grad=False)
             if prefix + name in state:
@@ -58,8 +61,9 @@ def hook(model: torch.nn.Module, engine: Engine) -> None:
                 with torch.no_grad():
                     entry.layer.weight(entry).copy_(value)
             module._parameters[name] = entry.handle
-            reset_master(engine, entry)
-            engine.store.replaced(entry.layer)
+            if name in given[module]:  # strict=False leaves the others' masters as they are
+                reset_master(engine, entry)
+                engine.store.replaced(entry.layer)
 
     for module in owners:
         module.register_state_dict_post_hook(read)
