@@ -34,7 +34,7 @@ class Clip:
     def __init__(self, coefficient: torch.Tensor, link: Link, landings: Sequence[Landing]) -> None:
         self.coefficient, self._link = coefficient, link
         self._landings = list(landings)
-        self._host = torch.zeros((), dtype=torch.float32, pin_memory=coefficient.is_cuda)
+        self._host = torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=coefficient.is_cuda)
         self._host.copy_(coefficient, non_blocking=True)
         self._there = link.mark()
 
