@@ -382,3 +382,15 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     opt, _ = ready(TinyDiT())
     with pytest.raises(StreamError, match="decoupled_weight_decay"):
         opt.load_state_dict(adam.state_dict())
+
+
+def test_a_step_before_the_last_backward_of_early_updates() -> None:
+    two, step = ready(TinyDiT(), update="priority", accumulate=2)
+    before = {k: v.clone() for k, v in step._orig_mod.state_dict().items()}
+    loss_of(step, inputs()).backward()
+    with pytest.raises(StreamError, match="step\\(\\) after fewer than accumulate=2"):
+        two.step()
+    assert differing(dict(step._orig_mod.state_dict()), before) == {}
+    loss_of(step, inputs()).backward()
+    two.step()
+    assert {int(s["step"]) for s in two.state_dict()["state"].values()} == {1}
