@@ -110,15 +110,22 @@ def schedule(rows: list[dict], path: Path) -> None:
     data = max(sorted(sets), key=lambda d: len({r["ranks"] for r in simulated if r["data"] == d}))
     chosen = [r for r in simulated if r["data"] == data]
     figure, axis = plt.subplots(figsize=(10, 3.6))
+    alike: dict[tuple, list[str]] = {}  # designs with the same points are one line
     for line in sorted({_design(r) for r in chosen}):
         points = {r["ranks"]: 100 * r["limit_fraction"] for r in chosen if _design(r) == line}
-        ranks = sorted(points)
-        axis.plot(ranks, [points[n] for n in ranks], marker="o", markersize=3, linewidth=1.2, label=line)
+        alike.setdefault(tuple(sorted(points.items())), []).append(line)
+    for points, names in alike.items():
+        axis.plot(*zip(*points), marker="o", markersize=3, linewidth=1.2, label="\nand ".join(names))
     measured = [r for r in rows if not r.get("simulated")]
     if measured:
         axis.scatter([r["ranks"] for r in measured], [100 * r["limit_fraction"] for r in measured], marker="*",
                      color="black", label="measured")
+    for r in measured:
+        axis.annotate(f"{r['policy']} tau {r['tau']}", (r["ranks"], 100 * r["limit_fraction"]), (5, 0), fontsize=7,
+                      textcoords="offset points", va="center")
     axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted({r["ranks"] for r in chosen + measured}), minor=False)
+    axis.xaxis.set_major_formatter("{x:.0f}")
     axis.set_xlabel("ranks")
     axis.set_ylabel("% of no waiting")
     axis.set_title(f"data {data}, simulated", fontsize=10)

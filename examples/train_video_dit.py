@@ -110,7 +110,7 @@ def arguments() -> argparse.Namespace:
     add("--tokens", type=int, default=32760, help="most latent tokens of a microbatch (memory)")
     add("--tau", type=float, default=1.3, help="a rank's step, in units of the costliest sample (global batch)")
     add("--steps", type=int, default=100)
-    add("--save-every", type=int, default=50)
+    add("--save-every", type=int, default=50, help="steps between checkpoints; 0: one, at the end")
     add("--lr", type=float, default=1e-4)
     add("--seed", type=int, default=0)
     add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
@@ -178,7 +178,7 @@ def main() -> None:
                 dist.all_reduce(loss.div_(world))
             log.write(step, loss=loss.item(), grad_norm=norm.item(), seconds=time.time() - begin)
             step, loss, begin = mb.step + 1, 0.0, time.time()
-            if step % o.save_every == 0 or step == o.steps:
+            if step == o.steps or (o.save_every and step % o.save_every == 0):
                 saved.save(step, bare, adamw, loader)
             if step == o.steps:
                 break

@@ -59,6 +59,14 @@ class Axes:
             for dim in self.of.get(node) or []:
                 self.outputs |= {a for f in dim for a in leaves(f.axis) if a is not None}
 
+    def shape_of(self, name: str) -> tuple[Any, ...] | None:
+        """The sizes of an input of the graph, by its name."""
+        for node in self.of:
+            if node.op == "placeholder" and node.name == name:
+                v = ops_view.value(node)
+                return None if v is None else tuple(v.shape)
+        return None
+
     def witness(self, graph: fx.Graph, factor: Factor) -> tuple[Node, int] | None:
         """A node of a graph one of whose dimensions is just this factor: where its size can be read."""
         for node in graph.nodes:

@@ -200,7 +200,7 @@ def _lower_marked(gm: fx.GraphModule, site: Attention, mark: Node) -> Site:
     _, offsets, T, H, W, window, text, boundary, _owner = mark.args
     request = Request(tuple(window), None, boundary=boundary, text=text)  # type: ignore[arg-type]
     reason = site.reason
-    if site.kind == "unknown":
+    if site.kind == "unknown" or _is_whole(site, _number(T) * _number(H) * _number(W)):
         reason = None  # who converted the module said what it is
     elif site.kind not in GLOBAL:
         reason = reason or match_global_attention.REASONS[site.kind]
@@ -214,6 +214,13 @@ def _lower_marked(gm: fx.GraphModule, site: Attention, mark: Node) -> Site:
                           where=_place(site), remedy="leave graphopt.dsa.video_grid and convert's grid= out, or pass "
                           "the grid after patching")
     return _put(gm, site, request, offsets, (T, H, W))
+
+
+def _is_whole(site: Attention, video: Any) -> bool:
+    """Does attention within a frame, or through a place, see all tokens, because there is one frame, or one place?"""
+    if site.kind not in ("spatial", "temporal") or site.attention.mask is not None or site.attention.causal:
+        return False
+    return bool(site.tokens == video)
 
 
 def _lower_requested(gm: fx.GraphModule, site: Attention, request: Request) -> Site:

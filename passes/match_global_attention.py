@@ -24,7 +24,7 @@ from torch.fx import Node
 from graphopt.passes import attention_view, ops_view, source
 from graphopt.passes.attention_view import Attention
 from graphopt.passes.axes import Axes
-from graphopt.passes.axis_factors import Axis, Dim, Join, Piece, key, leaves, sequence_of
+from graphopt.passes.axis_factors import Axis, Dim, Factor, Join, Piece, key, leaves, sequence_of
 from graphopt.passes.facts import gather
 
 GLOBAL = ("video", "joint")
@@ -82,12 +82,14 @@ def _site(a: Attention, gm: fx.GraphModule, axes: Axes) -> Site:
     site = Site(a, gm, source.fqn(a.node), source.where(a.node), "unknown", q.shape[0], heads, q.shape[-2], k.shape[-2],
                 q.shape[-1], q.dtype, reason=a.reason)
     of_q, of_k = (sequence_of(axes.of.get(n) if isinstance(axes.of.get(n), list) else None, -2) for n in (a.q, a.k))
-    kind, extra = _kind(site, of_q, of_k, axes.outputs)
+    parts = _parts(site, of_q, axes)
+    kind, extra = _kind(site, of_q, of_k, parts, axes.outputs)
     site = replace(site, kind=kind, **extra)
     if site.kind in GLOBAL:
         site = _limits(site)
         if any(not isinstance(n, int) for n in site.grid or ()):
-            site = replace(site, sizes=tuple(axes.witness(gm.graph, f) for f in _video_part(of_q)))
+            part = next(p for p in parts if _is_video(p))
+            site = replace(site, sizes=tuple(axes.witness(gm.graph, f) for f in part))
     return site if site.reason is not None or site.kind in GLOBAL else replace(site, reason=REASONS[site.kind])
 
 
@@ -103,35 +105,53 @@ REASONS = {
 }
 
 
-def _kind(site: Site, of_q: Dim, of_k: Dim, outputs: set[Axis]) -> tuple[str, dict[str, Any]]:
+def _parts(site: Site, of_q: Dim, axes: Axes) -> list[Dim]:
+    """The sequences that make up the queries; of a video of one frame with the frame axis."""
+    parts = of_q[0].parts if len(of_q) == 1 and isinstance(of_q[0].axis, Join) else [of_q] if of_q else []
+    return [_with_frame(p, site, axes) for p in parts or []]
+
+
+def _with_frame(part: Dim, site: Site, axes: Axes) -> Dim:
+    """Tokens (H, W) of an input with five dimensions, as (1, H, W) where its frames are one: an image among videos.
+
+    An axis of one is no factor of the tokens.  If frames were more, each a sequence of its own, they would be in the
+    batch.
+    """
+    where = [f.axis for f in part]
+    if len(where) != 2 or not all(isinstance(x, Axis) and x.rank == 5 for x in where):
+        return part
+    h, w = where
+    shape = axes.shape_of(h.source)  # type: ignore[union-attr]
+    if h.source != w.source or (h.dim, w.dim) != (3, 4) or shape is None:  # type: ignore[union-attr]
+        return part
+    frames = next((d for d in (2, 1) if ops_view.same_size(shape[d], 1)), None)
+    if frames is None or not ops_view.same_size(shape[0], site.batch):
+        return part
+    return [Factor(Axis(h.source, frames, 5), 1), *part]  # type: ignore[union-attr]
+
+
+def _kind(site: Site, of_q: Dim, of_k: Dim, parts: list[Dim], outputs: set[Axis]) -> tuple[str, dict[str, Any]]:
     a = site.attention
     if not ops_view.same_size(site.tokens, site.keys) or (of_q and of_k and key(of_q) != key(of_k)):
         return "cross", {}
     if not of_q or not of_k:
         return ("causal" if a.causal else "masked" if a.mask is not None else "unknown"), {}
-    parts = of_q[0].parts if len(of_q) == 1 and isinstance(of_q[0].axis, Join) else [of_q]
-    video = [i for i, p in enumerate(parts or []) if _is_video(p)]
+    video = [i for i, p in enumerate(parts) if _is_video(p)]
     if not video:
-        return _other(site, of_q, parts or [], outputs)
-    if len(video) > 1 or len(parts or []) > 2:
-        return "unknown", {"reason": f"its sequence has {len(parts or [])} parts, {len(video)} of them videos"}
+        return _other(site, of_q, parts, outputs)
+    if len(video) > 1 or len(parts) > 2:
+        return "unknown", {"reason": f"its sequence has {len(parts)} parts, {len(video)} of them videos"}
     if a.causal:
         return "causal", {}
-    part = (parts or [])[video[0]]
+    part = parts[video[0]]
     grid = tuple(f.size for f in part)
-    if len(parts or []) == 1:
+    if len(parts) == 1:
         return ("masked" if a.mask is not None else "video"), {"grid": grid}
     text: Size = 1
-    for f in (parts or [])[1 - video[0]]:
+    for f in parts[1 - video[0]]:
         text = text * f.size
     joint = {"grid": grid, "text": text, "text_first": video[0] == 1, "text_mask": a.mask is not None}
     return ("joint" if a.mask is None or _selects_keys(site) else "masked"), joint
-
-
-def _video_part(of_q: Dim) -> Dim:
-    """The factors (T, H, W) of a sequence that holds a video."""
-    parts = of_q[0].parts if len(of_q) == 1 and of_q[0].parts is not None else [of_q]
-    return next(p for p in parts if _is_video(p))
 
 
 def _other(site: Site, of_q: Dim, parts: list[Dim], outputs: set[Axis]) -> tuple[str, dict[str, Any]]:

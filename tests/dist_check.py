@@ -49,7 +49,7 @@ def main() -> None:
         names = {n.split("/")[0] for n in zipfile.ZipFile(wheel).namelist()}
         tops = {n for n in names if not n.endswith(".dist-info")}
         assert tops == {"graphopt"}, f"the wheel installs {sorted(tops)}"
-        inside = {str(Path(n).parent).replace("/", ".") for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py")}
+        inside = {str(Path(n).parent).replace("/", ".") for n in zipfile.ZipFile(wheel).namelist() if n.endswith((".py", ".json"))}
         assert inside == PACKAGES, f"the wheel holds {sorted(inside)}"
         for archive in (wheel, sdist):
             env = tmp / f"env-{archive.suffix.strip('.')}"

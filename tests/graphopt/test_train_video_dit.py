@@ -85,6 +85,11 @@ def test_killed_and_resumed_is_uninterrupted_bit_by_bit(data: Path, common, tmp_
     assert same(weights(data.parent / "straight"), weights(tmp_path))
 
 
+def test_no_checkpoints_but_the_last(data: Path, tmp_path: Path) -> None:
+    finished(tmp_path, "--data", str(data), "--steps", "2", "--save-every", "0", *EAGER)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
 def test_a_finished_run_resumed_has_nothing_to_do(data: Path, common, run: Path) -> None:
     before = files(run)
     finished(run, *common, *COMPILED, "--resume")

@@ -127,6 +127,37 @@ def test_programs(name: str) -> None:
             assert site.grid == (4, 3, 5)
 
 
+def whole(m, x, w, o):
+    return sdpa(m.heads(x), m.heads(x), m.heads(x))
+
+
+@pytest.mark.parametrize(("program", "batch", "frames", "kind"), [
+    (whole, 2, 1, "video"), (whole, 1, 1, "video"),
+    (lambda m, x, w, o: (lambda y: sdpa(y, y, y))(m.heads(torch.cat([x, w], 1))), 2, 1, "joint"),
+    (lambda m, x, w, o: (lambda y: sdpa(y, y, y))(m.heads(torch.cat([w, x], 1))), 2, 1, "joint"),
+    (lambda m, x, w, o: sdpa(m.heads(x), m.heads(x), m.heads(x), is_causal=True), 2, 1, "causal"),
+    (lambda m, x, w, o: whole(m, x.view(2, 4, 5, 16).transpose(1, 2).reshape(2, 20, 16), w, o), 2, 1, "spatial"),
+    (lambda m, x, w, o: whole(m, x.reshape(6, 20, 16), w, o), 2, 3, "spatial"),
+    (lambda m, x, w, o: whole(m, x.reshape(3, 20, 16), w, o), 1, 3, "spatial"),
+])
+def test_an_image_among_videos(program, batch: int, frames: int, kind: str) -> None:
+    """One frame is a whole video of grid (1, H, W); frames that are sequences of their own are not."""
+    site, = sites(Program(program), tiny_video.latent(batch, frames), torch.randn(batch, 6, 16), torch.randperm(60))
+    assert site.kind == kind
+    if kind in ("video", "joint"):
+        assert site.grid == (1, 4, 5)
+        assert site.reason is None
+        assert not site.text if kind == "video" else site.text == 6
+
+
+def test_frames_of_one_channel_are_no_image() -> None:
+    """A dimension of one that is not the time axis: the frames stand in the batch."""
+    program = Program(lambda m, x, w, o: whole(m, x.reshape(6, 20, 16), w, o))
+    program.patch = nn.Conv3d(1, 16, (1, 2, 2), (1, 2, 2))
+    site, = sites(program, tiny_video.latent(2, channels=1), torch.randn(2, 6, 16), torch.randperm(60))
+    assert site.kind == "spatial"
+
+
 def test_dropout_is_a_reason() -> None:
     program = lambda m, x, w, o: sdpa(m.heads(x), m.heads(x), m.heads(x), dropout_p=0.1)
     site, = sites(Program(program), tiny_video.latent(), torch.randn(2, 6, 16), torch.randperm(60))

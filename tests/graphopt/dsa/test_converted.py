@@ -133,6 +133,27 @@ def test_whole_model_with_dynamic_shapes() -> None:
     assert counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.parametrize("text", [None, "first"])
+def test_images_among_videos(text) -> None:
+    """Grids with axes of one, compiled as a whole: an axis of one leaves no trace in the graph's tokens."""
+    model = tiny_video.TinyVideo(1, text=text)
+    moved(model, "blocks.*.attn", window=(3, 3, 3))
+    f = torch.compile(model, backend="graphopt", options=AOT, fullgraph=True, dynamic=True)
+    for grid in ((3, 4, 5), (1, 4, 5), (1, 6, 3), *(((4, 1, 1), (3, 1, 5), (1, 1, 6)) if text is None else ())):
+        inputs = {"latent": tiny_video.latent(2, *grid), **({} if text is None else {"words": torch.randn(2, 6, 16)})}
+        assert_equal(run(model, f, **inputs), run(model, **inputs), 1e-7)
+
+
+def test_an_image_slides_with_the_option_alone() -> None:
+    model, image = tiny_video.TinyVideo(1), tiny_video.latent(2, 1, 6, 7)
+    options = {**AOT, "graphopt.dsa": {"window": (3, 3, 3), "select": "blocks.*.attn"}}
+    f = torch.compile(model, backend="graphopt", options=options, dynamic=True)
+    got = run(model, f, latent=image)
+    assert graphopt.report(f).count("video_attention", "rewritten") == 1
+    convert(model, DSAConfig((3, 3, 3), offsets="zero"), select="blocks.*.attn")
+    assert_equal(got, run(model, latent=image), 1e-7)
+
+
 @pytest.mark.parametrize("name", list(SELECT))
 def test_the_grid_is_read_from_the_inputs_of_each_model(name: str) -> None:
     model, inputs = built(name)
