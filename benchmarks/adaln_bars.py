@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _results import ROOT
-from adaln_results import TOLERANCE, judge
+from adaln_results import TOLD, TOLERANCE, judge
 
 # shape -> share of the copy: F1 forward, F2 forward, F1 backward, F2 backward
 SHARES = {
@@ -92,10 +92,10 @@ def stages(rows: list[dict[str, Any]]) -> Iterator[Bar]:
 
 
 def decisions(rows: list[dict[str, Any]]) -> Iterator[Bar]:
-    """Sites left to Inductor or not, by the cost model that knows a row and by one that does not."""
-    for leave_out in (False, True):
+    """Sites left to Inductor or not, by the cost model that knows a row and by those that do not."""
+    for leave_out, told in TOLD.items():
         found = judge(rows, leave_out)
-        name = "each row predicted without itself" if leave_out else "as shipped"
+        name = told if leave_out else "as shipped"
         share = sum(r["loss"] <= TOLERANCE for r in found) / max(1, len(found))
         yield f"right decisions, {name}", share, RIGHT, share >= RIGHT
         if not leave_out:

@@ -1,7 +1,7 @@
 """What the results of benchmarks/adaln.py say: the cost model's data, and how well it decides.
 
     python benchmarks/adaln.py --fit                 writes schedule/data/site_cost.json
-    python benchmarks/adaln.py --judge               share of right decisions, each row left out of the fit in turn
+    python benchmarks/adaln.py --judge               share of right decisions; rows, shapes, widths left out in turn
 
 `--out` names the folder of adaln.json (default: results/<machine>).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,24 +68,34 @@ def fit(measured: dict[tuple, dict[str, dict[str, float]]]) -> dict[str, Any]:
             for d in site_cost.DIRECTIONS:
                 size = np.array([nbytes(operator, shape)[d] for shape in shapes], dtype=float)
                 us = np.array([measured[operator, shape][s][d] for shape in shapes])
-                (launch, per_byte), _ = nnls(np.stack([1 / us, size / us], 1), np.ones(len(us)))
+                padded = s == "inductor" and operator not in site_cost.UNNORMED
+                lanes = size * [site_cost.waste(shape[2]) if padded else 1.0 for shape in shapes]
+                (launch, per_byte), _ = nnls(np.stack([1 / us, lanes / us], 1), np.ones(len(us)))
                 points = sorted((int(b), shape[2], round(float(u), 2)) for b, shape, u in zip(size, shapes, us))
                 result[s][f"{operator}/{d}"] = {
-                    "launch_us": float(launch), "tb_per_s": float(1 / max(per_byte, 1e-12) / 1e6), "points": points}
+                    "launch_us": float(launch), "tb_per_s": float(1 / max(per_byte, 1e-12) / 1e6),
+                    **({"padded": True} if padded else {}), "points": points}
     return {"coefficients": result}
 
 
-def judge(rows: list[dict], leave_out: bool) -> list[dict[str, Any]]:
+# what a row is predicted without: nothing, itself, all fusions of its shape, all of its width
+LEFT_OUT: dict[str, Callable[[tuple], Any]] = {
+    "": lambda key: None, "row": lambda key: key, "shape": lambda key: key[1], "width": lambda key: key[1][2],
+}
+TOLD = {"": "all rows in the fit", **{k: f"each {k} predicted without itself" for k in LEFT_OUT if k}}
+
+
+def judge(rows: list[dict], leave_out: str = "") -> list[dict[str, Any]]:
     """Each measured site, in training and in inference (the forward alone): the decision, and what it costs against the
-    better side; fitted without it if `leave_out`."""
-    measured = steps(rows)
-    whole = site_cost.parsed(fit(measured))
+    better side; fitted without what `leave_out` (a key of LEFT_OUT) names."""
+    measured, left = steps(rows), LEFT_OUT[leave_out]
+    models: dict[Any, site_cost.Model] = {None: site_cost.parsed(fit(measured))}
     found = []
     for (operator, shape, *form), times in {**measured, **steps(rows, others=True)}.items():
-        model = whole
-        if leave_out and not form:
-            rest = {k: v for k, v in measured.items() if k != (operator, shape)}
-            model = site_cost.parsed(fit(rest))
+        out = None if form else left((operator, shape))
+        if out not in models:
+            models[out] = site_cost.parsed(fit({k: v for k, v in measured.items() if left(k) != out}))
+        model = models[out]
         for training in (True, False):
             ours, theirs = site_cost.predict(operator, nbytes(operator, shape), shape[2], training, model)
             truth = {s: sum(times[s].values()) if training else times[s]["forward"] for s in SYSTEMS}
@@ -98,11 +108,10 @@ def judge(rows: list[dict], leave_out: bool) -> list[dict[str, Any]]:
 
 def report(data: list[dict]) -> None:
     """Print how often decisions are right."""
-    for leave_out in (False, True):
+    for leave_out, how in TOLD.items():
         rows = judge(data, leave_out)
         wrong = [r for r in rows if r["loss"] > TOLERANCE]
         left = sum(r["chosen"] == "inductor" for r in rows)
-        how = "each row predicted without itself" if leave_out else "all rows in the fit"
         print(f"{how}: {len(rows) - len(wrong)} of {len(rows)} right, {left} left to Inductor")
         for r in wrong:
             what = "step" if r["training"] else "forward"

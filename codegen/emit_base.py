@@ -12,6 +12,7 @@ Three shapes share the same formulas:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,9 +22,20 @@ from graphopt.codegen.configure import Configuration
 from graphopt.codegen.spec import KernelSpec
 
 TL = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
-# coefficients of x^3, x^5, ... of tanh x
-TANH = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925, 21844 / 6081075, -929569 / 638512875)
+# what `tanh` is made of, polynomials of least maximum error in fp32: (tanh x - x) / x^3 in powers of x^2 up to 1;
+# beyond, 2^f for |f| <= 1/2, and ((1 - s) / (1 + s) - 1) / s for s = exp(-2 |x|)
+NEAR = (-0.33333296, 0.13332345, -0.053879805, 0.021486662, -0.007946114, 0.0023013705, -0.00035845384)
+POWER = (1.0, 0.6931472, 0.24022652, 0.05550327, 0.009617995, 0.0013400431, 0.00015478022)
+FAR = (-1.9999986, 1.9998484, -1.994599, 1.9152243, -1.3731011)
 HEADER = "import triton\nimport triton.language as tl\n\n\n"
+
+
+def horner(x: str, coefficients: tuple[float, ...]) -> str:
+    """A polynomial in x, the constant first."""
+    value = repr(coefficients[-1])
+    for c in coefficients[-2::-1]:
+        value = f"({c!r} + {x} * {value})"
+    return value
 
 
 def variable(index: str) -> str:
@@ -218,6 +230,20 @@ class Base:
         self(f"{name} = whole * {1.0 / D!r}")
         self(f"{name} = tl.fma(tl.fma({name}, {-float(D)!r}, whole), {1.0 / D!r}, {name})")
 
+    def inverse_root(self, name: str, variance: str, eps: float) -> None:
+        """`name` = 1 / sqrt(variance + eps), to the last bit.
+
+        `/` and `tl.sqrt` are the hardware's (div.full, sqrt.approx), up to three ulp off together; eager is not, and it
+        shows where the result is taken away from a number of its size.  One Newton step mends that; `tl.div_rn` and
+        `tl.sqrt_rn` call a subroutine for rare operands, and what lives across the call takes 8 to 40 registers.
+        """
+        self(f"around = {variance} + {eps!r}")
+        self("rough = 1.0 / tl.sqrt(around)")
+        self("nearly = around * rough")
+        self("lost = tl.fma(around, rough, -nearly)")
+        self("better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)")
+        self(f"{name} = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN")
+
     def two_means(self, name: str, part: str, other: str, other_part: str) -> None:
         """Two means over D from one reduction tree."""
         pairs = zip(self.by_width(part), self.by_width(other_part))
@@ -262,15 +288,25 @@ class Base:
             self(f"{name}_{i} = {value}")
 
     def tanh(self, name: str) -> None:
-        """`name` becomes its tanh, to about one ulp: a series near zero, where the quotient would cancel."""
+        """`name` becomes its tanh, within one ulp, from products and sums alone.
+
+        What a GPU approximates in hardware (exp, a quotient) is off by one to two ulp each, eager's tanh by one: behind
+        the norm of a row of one channel that is all there is (docs/kernels.md, "Checked").  NaN stays NaN.
+        """
         self(f"square = {name} * {name}")
-        series = repr(TANH[-1])
-        for c in TANH[-2::-1]:
-            series = f"({c!r} + square * {series})"
-        self(f"series = {name} + {name} * square * {series}")
-        self(f"shrunk = tl.exp(-2.0 * tl.abs({name}))")
-        self("far = (1.0 - shrunk) / (1.0 + shrunk)")
-        value = f"tl.where(square < 0.25, series, tl.where({name} < 0.0, -far, far))"
+        self(f"near = {name} + {name} * square * {horner('square', NEAR)}")
+        # 2^y, y = -2 log2(e) |x|: the nearest integer is left in the low bits of `turns`, and goes into the exponent
+        self(f"size = tl.minimum(tl.abs({name}), 20.0)")
+        rate, integers = -2 * math.log2(math.e), 1.5 * 2**23
+        self(f"turns = size * {rate!r} + {integers!r}")
+        self(f"part = tl.fma(size, {rate!r}, {integers!r} - turns)")
+        self(f"power = {horner('part', POWER)}")
+        self("power = power.to(tl.int32, bitcast=True) + (turns.to(tl.int32, bitcast=True) << 23)")
+        self("shrunk = power.to(tl.float32, bitcast=True)")
+        self(f"far = 1.0 + shrunk * {horner('shrunk', FAR)}")
+        sign = f"({name}.to(tl.int32, bitcast=True) & {-2**31})"
+        self(f"far = (far.to(tl.int32, bitcast=True) | {sign}).to(tl.float32, bitcast=True)")
+        value = "tl.where(square >= 1.0, far, near)"
         self(f"{name} = {self.rounded(value, 'activated')}")
 
     @property

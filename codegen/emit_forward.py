@@ -115,7 +115,7 @@ class Forward(Base):
             for i in self.blocks:
                 self(f"centred_{i} = {of}_{i}")
         self.mean_over_row("variance", "centred_{i} * centred_{i}")
-        self(f"{prefix}rstd = 1.0 / tl.sqrt(variance + {eps!r})")
+        self.inverse_root(f"{prefix}rstd", "variance", eps)
 
     def save_statistics(self, prefix: str, present: bool, norm: str) -> None:
         """Store mean and rstd of the row."""
@@ -215,7 +215,7 @@ class Forward(Base):
         if norm == "layer_norm":
             self(f"{prefix}rest = tl.sum(total, 0) * {1.0 / D!r}")
             self(f"variance -= {prefix}rest * {prefix}rest")
-        self(f"{prefix}rstd = 1.0 / tl.sqrt(variance + {eps!r})")
+        self.inverse_root(f"{prefix}rstd", "variance", eps)
 
     def chunk_h(self) -> None:
         """`h_0` of the current chunk, from x and the branch again."""

@@ -1,9 +1,12 @@
 """Predicted time of one AdaLN site, by graphopt and by Inductor, from measurements of both on an H200.
 
-    time_us = (launch_us + bytes / (terabytes_per_s * 1e6)) * correction
+    time_us = (launch_us + bytes * waste / (terabytes_per_s * 1e6)) * correction
 
-Launch and bandwidth are fitted per fusion and direction; the correction is what nearby measurements (in bytes and
-width) lie above or below that line: a measured shape gets its measured time, one far from all of them the line's.
+Launch and bandwidth are fitted per fusion and direction.  `waste` is what Inductor's reductions lose to padding: they
+take a row in blocks of the next power of two, 2,048 at most, and their lanes limit them (1,152 channels take as long as
+2,048; ours are cut to the width).  The correction is what measurements of about the same size lie above or below that
+line: a measured shape gets its measured time, others the line's, because how far a small site is off says little about
+one of twice its size.
 `data/site_cost.json` holds lines and measurements; `benchmarks/adaln.py --fit` writes it.  On another GPU both systems'
 times are off alike, and what is compared is their ratio.
 """
@@ -32,22 +35,35 @@ LIKE = {
     "branch_norm_gate": "gate_residual", "branch_norm_gate_norm": "gate_norm",
     "branch_norm_gate_norm_modulate": "gate_norm_modulate",
 }
+# what has no norm is no reduction: Inductor's elementwise kernels pad nothing
+UNNORMED = ("gate_residual",)
 DIRECTIONS = ("forward", "backward")
 # how far a measurement reaches, in e-folds of bytes (widths count half), and the weight of the line itself
-REACH, PRIOR = 0.6, 0.05
+REACH, PRIOR = 0.15, 0.05
+BLOCK = 2048  # channels that a reduction of Inductor's takes at a time, at most (its heuristics' MAX_R0_BLOCK)
+
+
+def waste(D: int) -> float:
+    """Lanes of Inductor's blocks over channels of a row."""
+    block = min(1 << (int(D) - 1).bit_length(), BLOCK)
+    return -(-int(D) // block) * block / D
 
 
 @dataclass(frozen=True)
 class Line:
-    """launch_us and tb_per_s of one system, fusion and direction; points are (bytes, D, microseconds) measured."""
+    """launch_us and tb_per_s of one system, fusion and direction; points are (bytes, D, microseconds) measured.
+
+    padded: rows are reduced in blocks of a power of two, and the padding counts like bytes.
+    """
 
     launch_us: float
     tb_per_s: float
-    points: tuple[tuple[float, float, float], ...] = field(default=())
+    points: tuple[tuple[float, int, float], ...] = field(default=())
+    padded: bool = False
 
-    def plain_us(self, nbytes: float) -> float:
+    def plain_us(self, nbytes: float, D: int) -> float:
         """The line alone."""
-        return self.launch_us + nbytes / (self.tb_per_s * 1e6)
+        return self.launch_us + nbytes * (waste(D) if self.padded else 1.0) / (self.tb_per_s * 1e6)
 
     def time_us(self, nbytes: float, D: int) -> float:
         """The line, corrected by the measurements nearby."""
@@ -55,9 +71,9 @@ class Line:
         for at_bytes, at_d, us in self.points:
             distance = math.log(max(nbytes, 1.0) / at_bytes) ** 2 + (0.5 * math.log(D / at_d)) ** 2
             weight = math.exp(-0.5 * distance / REACH**2) / (1e-3 + distance)
-            total += weight * math.log(us / self.plain_us(at_bytes))
+            total += weight * math.log(us / self.plain_us(at_bytes, at_d))
             weights += weight
-        return self.plain_us(nbytes) * math.exp(total / (weights + PRIOR))
+        return self.plain_us(nbytes, D) * math.exp(total / (weights + PRIOR))
 
 
 Model = dict[str, dict[str, Line]]  # system -> "fusion/direction" -> line
@@ -72,7 +88,10 @@ def model() -> Model:
 def parsed(data: Mapping[str, Any]) -> Model:
     """The model in a file's content."""
     return {
-        system: {k: Line(c["launch_us"], c["tb_per_s"], tuple(map(tuple, c.get("points", ())))) for k, c in of.items()}
+        system: {
+            k: Line(c["launch_us"], c["tb_per_s"], tuple(map(tuple, c.get("points", ()))), c.get("padded", False))
+            for k, c in of.items()
+        }
         for system, of in data["coefficients"].items()
     }
 

@@ -11,28 +11,46 @@ def branch_norm_gate_norm_modulate_forward(X, BRANCH, GATE, BRANCH_WEIGHT, SCALE
     c_2 = 2048 + tl.arange(0, 256)
     gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
     square = gate_0 * gate_0
-    series = gate_0 + gate_0 * square * (-0.3333333333333333 + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * (0.021869488536155203 + square * (-0.008863235529902197 + square * (0.003592128036572481 + square * -0.0014558343870513183))))))
-    shrunk = tl.exp(-2.0 * tl.abs(gate_0))
-    far = (1.0 - shrunk) / (1.0 + shrunk)
-    gate_0 = tl.where(square < 0.25, series, tl.where(gate_0 < 0.0, -far, far))
+    near = gate_0 + gate_0 * square * (-0.33333296 + square * (0.13332345 + square * (-0.053879805 + square * (0.021486662 + square * (-0.007946114 + square * (0.0023013705 + square * -0.00035845384))))))
+    size = tl.minimum(tl.abs(gate_0), 20.0)
+    turns = size * -2.8853900817779268 + 12582912.0
+    part = tl.fma(size, -2.8853900817779268, 12582912.0 - turns)
+    power = (1.0 + part * (0.6931472 + part * (0.24022652 + part * (0.05550327 + part * (0.009617995 + part * (0.0013400431 + part * 0.00015478022))))))
+    power = power.to(tl.int32, bitcast=True) + (turns.to(tl.int32, bitcast=True) << 23)
+    shrunk = power.to(tl.float32, bitcast=True)
+    far = 1.0 + shrunk * (-1.9999986 + shrunk * (1.9998484 + shrunk * (-1.994599 + shrunk * (1.9152243 + shrunk * -1.3731011))))
+    far = (far.to(tl.int32, bitcast=True) | (gate_0.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+    gate_0 = tl.where(square >= 1.0, far, near)
     branch_weight_0 = tl.load(BRANCH_WEIGHT + c_0).to(tl.float32)
     gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
     shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
     gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
     square = gate_1 * gate_1
-    series = gate_1 + gate_1 * square * (-0.3333333333333333 + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * (0.021869488536155203 + square * (-0.008863235529902197 + square * (0.003592128036572481 + square * -0.0014558343870513183))))))
-    shrunk = tl.exp(-2.0 * tl.abs(gate_1))
-    far = (1.0 - shrunk) / (1.0 + shrunk)
-    gate_1 = tl.where(square < 0.25, series, tl.where(gate_1 < 0.0, -far, far))
+    near = gate_1 + gate_1 * square * (-0.33333296 + square * (0.13332345 + square * (-0.053879805 + square * (0.021486662 + square * (-0.007946114 + square * (0.0023013705 + square * -0.00035845384))))))
+    size = tl.minimum(tl.abs(gate_1), 20.0)
+    turns = size * -2.8853900817779268 + 12582912.0
+    part = tl.fma(size, -2.8853900817779268, 12582912.0 - turns)
+    power = (1.0 + part * (0.6931472 + part * (0.24022652 + part * (0.05550327 + part * (0.009617995 + part * (0.0013400431 + part * 0.00015478022))))))
+    power = power.to(tl.int32, bitcast=True) + (turns.to(tl.int32, bitcast=True) << 23)
+    shrunk = power.to(tl.float32, bitcast=True)
+    far = 1.0 + shrunk * (-1.9999986 + shrunk * (1.9998484 + shrunk * (-1.994599 + shrunk * (1.9152243 + shrunk * -1.3731011))))
+    far = (far.to(tl.int32, bitcast=True) | (gate_1.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+    gate_1 = tl.where(square >= 1.0, far, near)
     branch_weight_1 = tl.load(BRANCH_WEIGHT + c_1).to(tl.float32)
     gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
     shift_1 = tl.load(SHIFT + group * shift_g + c_1).to(tl.float32)
     gate_2 = tl.load(GATE + group * gate_g + c_2).to(tl.float32)
     square = gate_2 * gate_2
-    series = gate_2 + gate_2 * square * (-0.3333333333333333 + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * (0.021869488536155203 + square * (-0.008863235529902197 + square * (0.003592128036572481 + square * -0.0014558343870513183))))))
-    shrunk = tl.exp(-2.0 * tl.abs(gate_2))
-    far = (1.0 - shrunk) / (1.0 + shrunk)
-    gate_2 = tl.where(square < 0.25, series, tl.where(gate_2 < 0.0, -far, far))
+    near = gate_2 + gate_2 * square * (-0.33333296 + square * (0.13332345 + square * (-0.053879805 + square * (0.021486662 + square * (-0.007946114 + square * (0.0023013705 + square * -0.00035845384))))))
+    size = tl.minimum(tl.abs(gate_2), 20.0)
+    turns = size * -2.8853900817779268 + 12582912.0
+    part = tl.fma(size, -2.8853900817779268, 12582912.0 - turns)
+    power = (1.0 + part * (0.6931472 + part * (0.24022652 + part * (0.05550327 + part * (0.009617995 + part * (0.0013400431 + part * 0.00015478022))))))
+    power = power.to(tl.int32, bitcast=True) + (turns.to(tl.int32, bitcast=True) << 23)
+    shrunk = power.to(tl.float32, bitcast=True)
+    far = 1.0 + shrunk * (-1.9999986 + shrunk * (1.9998484 + shrunk * (-1.994599 + shrunk * (1.9152243 + shrunk * -1.3731011))))
+    far = (far.to(tl.int32, bitcast=True) | (gate_2.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+    gate_2 = tl.where(square >= 1.0, far, near)
     branch_weight_2 = tl.load(BRANCH_WEIGHT + c_2).to(tl.float32)
     gain_2 = 1.0 + tl.load(SCALE + group * scale_g + c_2).to(tl.float32)
     shift_2 = tl.load(SHIFT + group * shift_g + c_2).to(tl.float32)
@@ -48,7 +66,12 @@ def branch_norm_gate_norm_modulate_forward(X, BRANCH, GATE, BRANCH_WEIGHT, SCALE
         centred_1 = branch_1
         centred_2 = branch_2
         variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.00043402777777777775
-        branch_rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        around = variance + 1e-06
+        rough = 1.0 / tl.sqrt(around)
+        nearly = around * rough
+        lost = tl.fma(around, rough, -nearly)
+        better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+        branch_rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
         h_0 = (x_0 + centred_0 * branch_rstd * branch_weight_0 * gate_0).to(tl.bfloat16).to(tl.float32)
         tl.store(H + row * 2304 + c_0, (h_0).to(tl.bfloat16))
         h_1 = (x_1 + centred_1 * branch_rstd * branch_weight_1 * gate_1).to(tl.bfloat16).to(tl.float32)
@@ -60,7 +83,12 @@ def branch_norm_gate_norm_modulate_forward(X, BRANCH, GATE, BRANCH_WEIGHT, SCALE
         centred_1 = h_1
         centred_2 = h_2
         variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1, 0) + tl.sum(centred_2 * centred_2, 0)) * 0.00043402777777777775
-        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        around = variance + 1e-06
+        rough = 1.0 / tl.sqrt(around)
+        nearly = around * rough
+        lost = tl.fma(around, rough, -nearly)
+        better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+        rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
         tl.store(Y + row * 2304 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
         tl.store(Y + row * 2304 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
         tl.store(Y + row * 2304 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))
@@ -74,10 +102,16 @@ def branch_norm_gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, BRANCH_WEIG
     c_1 = 2048 + tl.arange(0, 256)
     gate_0 = tl.load(GATE + group * gate_g + c_0).to(tl.float32)
     square = gate_0 * gate_0
-    series = gate_0 + gate_0 * square * (-0.3333333333333333 + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * (0.021869488536155203 + square * (-0.008863235529902197 + square * (0.003592128036572481 + square * -0.0014558343870513183))))))
-    shrunk = tl.exp(-2.0 * tl.abs(gate_0))
-    far = (1.0 - shrunk) / (1.0 + shrunk)
-    gate_0 = tl.where(square < 0.25, series, tl.where(gate_0 < 0.0, -far, far))
+    near = gate_0 + gate_0 * square * (-0.33333296 + square * (0.13332345 + square * (-0.053879805 + square * (0.021486662 + square * (-0.007946114 + square * (0.0023013705 + square * -0.00035845384))))))
+    size = tl.minimum(tl.abs(gate_0), 20.0)
+    turns = size * -2.8853900817779268 + 12582912.0
+    part = tl.fma(size, -2.8853900817779268, 12582912.0 - turns)
+    power = (1.0 + part * (0.6931472 + part * (0.24022652 + part * (0.05550327 + part * (0.009617995 + part * (0.0013400431 + part * 0.00015478022))))))
+    power = power.to(tl.int32, bitcast=True) + (turns.to(tl.int32, bitcast=True) << 23)
+    shrunk = power.to(tl.float32, bitcast=True)
+    far = 1.0 + shrunk * (-1.9999986 + shrunk * (1.9998484 + shrunk * (-1.994599 + shrunk * (1.9152243 + shrunk * -1.3731011))))
+    far = (far.to(tl.int32, bitcast=True) | (gate_0.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+    gate_0 = tl.where(square >= 1.0, far, near)
     branch_weight_0 = tl.load(BRANCH_WEIGHT + c_0).to(tl.float32)
     gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
     sum_gate_0 = tl.zeros([2048], tl.float32)
@@ -86,10 +120,16 @@ def branch_norm_gate_norm_modulate_backward(DY, DH, H, BRANCH, GATE, BRANCH_WEIG
     sum_shift_0 = tl.zeros([2048], tl.float32)
     gate_1 = tl.load(GATE + group * gate_g + c_1).to(tl.float32)
     square = gate_1 * gate_1
-    series = gate_1 + gate_1 * square * (-0.3333333333333333 + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * (0.021869488536155203 + square * (-0.008863235529902197 + square * (0.003592128036572481 + square * -0.0014558343870513183))))))
-    shrunk = tl.exp(-2.0 * tl.abs(gate_1))
-    far = (1.0 - shrunk) / (1.0 + shrunk)
-    gate_1 = tl.where(square < 0.25, series, tl.where(gate_1 < 0.0, -far, far))
+    near = gate_1 + gate_1 * square * (-0.33333296 + square * (0.13332345 + square * (-0.053879805 + square * (0.021486662 + square * (-0.007946114 + square * (0.0023013705 + square * -0.00035845384))))))
+    size = tl.minimum(tl.abs(gate_1), 20.0)
+    turns = size * -2.8853900817779268 + 12582912.0
+    part = tl.fma(size, -2.8853900817779268, 12582912.0 - turns)
+    power = (1.0 + part * (0.6931472 + part * (0.24022652 + part * (0.05550327 + part * (0.009617995 + part * (0.0013400431 + part * 0.00015478022))))))
+    power = power.to(tl.int32, bitcast=True) + (turns.to(tl.int32, bitcast=True) << 23)
+    shrunk = power.to(tl.float32, bitcast=True)
+    far = 1.0 + shrunk * (-1.9999986 + shrunk * (1.9998484 + shrunk * (-1.994599 + shrunk * (1.9152243 + shrunk * -1.3731011))))
+    far = (far.to(tl.int32, bitcast=True) | (gate_1.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+    gate_1 = tl.where(square >= 1.0, far, near)
     branch_weight_1 = tl.load(BRANCH_WEIGHT + c_1).to(tl.float32)
     gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)
     sum_gate_1 = tl.zeros([256], tl.float32)

@@ -18,7 +18,12 @@ def gate_norm_affine_forward(X, BRANCH, GATE, WEIGHT, BIAS, H, Y, MEAN, RSTD, N,
     centred_0 = tl.where(c_0 < 17, centred_0 - rest, 0.0)
     mean += rest
     variance = (tl.sum(centred_0 * centred_0, 0)) * 0.058823529411764705
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
+    around = variance + 1e-06
+    rough = 1.0 / tl.sqrt(around)
+    nearly = around * rough
+    lost = tl.fma(around, rough, -nearly)
+    better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+    rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
     weight_0 = tl.load(WEIGHT + c_0, mask=c_0 < 17, other=0.0).to(tl.float32)
     bias_0 = tl.load(BIAS + c_0, mask=c_0 < 17, other=0.0).to(tl.float32)
     tl.store(Y + row * 17 + c_0, (centred_0 * rstd * weight_0 + bias_0).to(tl.float32), mask=c_0 < 17)

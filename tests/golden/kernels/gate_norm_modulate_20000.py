@@ -31,7 +31,12 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     variance = tl.sum(squares, 0) * 5e-05
     rest = tl.sum(total, 0) * 5e-05
     variance -= rest * rest
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
+    around = variance + 1e-06
+    rough = 1.0 / tl.sqrt(around)
+    nearly = around * rough
+    lost = tl.fma(around, rough, -nearly)
+    better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+    rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
     for start in range(0, 20000, 4096):
         c_0 = start + tl.arange(0, 4096)
         x_0 = tl.load(X + row * 20000 + c_0, mask=c_0 < 20000, other=0.0).to(tl.float32)

@@ -67,7 +67,12 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
         centred_4 = h_4 - mean
         centred_5 = h_5 - mean
         variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3 + centred_4 * centred_4 + centred_5 * centred_5, 0)) * 0.0003255208333333333
-        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        around = variance + 1e-06
+        rough = 1.0 / tl.sqrt(around)
+        nearly = around * rough
+        lost = tl.fma(around, rough, -nearly)
+        better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+        rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
         tl.store(Y + row * 3072 + c_0, (((((centred_0 * rstd).to(tl.bfloat16).to(tl.float32) * gain_0)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_0).to(tl.bfloat16))
         tl.store(Y + row * 3072 + c_1, (((((centred_1 * rstd).to(tl.bfloat16).to(tl.float32) * gain_1)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_1).to(tl.bfloat16))
         tl.store(Y + row * 3072 + c_2, (((((centred_2 * rstd).to(tl.bfloat16).to(tl.float32) * gain_2)).to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True) + shift_2).to(tl.bfloat16))

@@ -24,7 +24,12 @@ def gate_norm_modulate_forward(X, BRANCH, GATE, SCALE, SHIFT, H, Y, MEAN, RSTD, 
     centred_0 = h_0 - mean
     centred_1 = h_1 - mean
     variance = (tl.sum(centred_0 * centred_0, 0) + tl.sum(centred_1 * centred_1, 0)) * 0.0006510416666666666
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
+    around = variance + 1e-06
+    rough = 1.0 / tl.sqrt(around)
+    nearly = around * rough
+    lost = tl.fma(around, rough, -nearly)
+    better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+    rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
     gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
     shift_0 = tl.load(SHIFT + group * shift_g + c_0).to(tl.float32)
     tl.store(Y + row * 1536 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))

@@ -37,7 +37,12 @@ def norm_modulate_forward(X, SCALE, SHIFT, Y, MEAN, RSTD, N, P, scale_g, shift_g
         centred_3 = x_3 - mean
         centred_4 = x_4 - mean
         variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3, 0) + tl.sum(centred_4 * centred_4, 0)) * 0.0008680555555555555
-        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        around = variance + 1e-06
+        rough = 1.0 / tl.sqrt(around)
+        nearly = around * rough
+        lost = tl.fma(around, rough, -nearly)
+        better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+        rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
         tl.store(Y + row * 1152 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))
         tl.store(Y + row * 1152 + c_1, (centred_1 * rstd * gain_1 + shift_1).to(tl.bfloat16))
         tl.store(Y + row * 1152 + c_2, (centred_2 * rstd * gain_2 + shift_2).to(tl.bfloat16))

@@ -22,7 +22,12 @@ def norm_modulate_forward(X, SCALE, Y, RSTD, N, scale_g):
     centred_3 = x_3
     centred_4 = x_4
     variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2 + centred_3 * centred_3, 0) + tl.sum(centred_4 * centred_4, 0)) * 0.0004464285714285714
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
+    around = variance + 1e-06
+    rough = 1.0 / tl.sqrt(around)
+    nearly = around * rough
+    lost = tl.fma(around, rough, -nearly)
+    better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+    rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
     gain_0 = 1.0 + tl.load(SCALE + group * scale_g + c_0).to(tl.float32)
     tl.store(Y + row * 2240 + c_0, (centred_0 * rstd * gain_0).to(tl.bfloat16))
     gain_1 = 1.0 + tl.load(SCALE + group * scale_g + c_1).to(tl.float32)

@@ -18,7 +18,12 @@ def norm_modulate_forward(X, SCALE, SCALE_TABLE, SHIFT, SHIFT_TABLE, Y, MEAN, RS
     centred_1 = x_1 - mean
     centred_2 = x_2 - mean
     variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2, 0)) * 0.0003255208333333333
-    rstd = 1.0 / tl.sqrt(variance + 1e-06)
+    around = variance + 1e-06
+    rough = 1.0 / tl.sqrt(around)
+    nearly = around * rough
+    lost = tl.fma(around, rough, -nearly)
+    better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+    rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
     gain_0 = 1.0 + tl.load(SCALE + row * 3072 + c_0).to(tl.float32) + tl.load(SCALE_TABLE + c_0).to(tl.float32)
     shift_0 = tl.load(SHIFT + row * 3072 + c_0).to(tl.float32) + tl.load(SHIFT_TABLE + c_0).to(tl.float32)
     tl.store(Y + row * 3072 + c_0, (centred_0 * rstd * gain_0 + shift_0).to(tl.bfloat16))

@@ -30,7 +30,12 @@ def norm_modulates_forward(X, SCALE, SHIFT, SCALE2, Y, Y2, Y3, MEAN, RSTD, N, P,
         centred_1 = x_1 - mean
         centred_2 = x_2 - mean
         variance = (tl.sum(centred_0 * centred_0 + centred_1 * centred_1 + centred_2 * centred_2, 0)) * 0.0006510416666666666
-        rstd = 1.0 / tl.sqrt(variance + 1e-06)
+        around = variance + 1e-06
+        rough = 1.0 / tl.sqrt(around)
+        nearly = around * rough
+        lost = tl.fma(around, rough, -nearly)
+        better = tl.fma(0.5 * rough, tl.fma(-nearly, rough, 1.0) - lost * rough, rough)
+        rstd = tl.where(around > 3e38, rough, better)  # of inf the step makes NaN
         n_0 = centred_0 * rstd
         tl.store(Y + row * 1536 + c_0, (n_0 * gain_0 + shift_0).to(tl.bfloat16))
         tl.store(Y2 + row * 1536 + c_0, (n_0 * gain2_0).to(tl.bfloat16))
