@@ -198,7 +198,9 @@ def _reach(start: Node, marks: set[Node], sites: dict[Node, Attention]) -> set[N
 
 def _lower_marked(gm: fx.GraphModule, site: Attention, mark: Node) -> Site:
     _, offsets, T, H, W, window, text, boundary, _owner = mark.args
-    request = Request(tuple(window), None, boundary=boundary, text=text)  # type: ignore[arg-type]
+    # under FSDP2 and dynamic=True Dynamo takes the numbers of a configuration for sizes that may change
+    fixed = tuple(_as_int(_number(n)) for n in window)  # type: ignore[union-attr]
+    request = Request(fixed, None, boundary=boundary, text=text)  # type: ignore[arg-type]
     reason = site.reason
     if site.kind == "unknown" or _is_whole(site, _number(T) * _number(H) * _number(W)):
         reason = None  # who converted the module said what it is
@@ -262,7 +264,8 @@ def _put(gm: fx.GraphModule, site: Attention, request: Request, offsets: Any, gr
         emit = Emitter(gm.graph, a.node)
         q, k, v = (_four(emit, n, ops_view.dtype_of(a.node)) for n in (a.q, a.k, a.v))
         fake = [ops_view.value(n) for n in (q, k, v, offsets)]
-        form = form_of(fake[0], fake[1], fake[3], tuple(values), request.window, a.scale, request.boundary,  # type: ignore
+        scale = int(fake[0].shape[-1]) ** -0.5 if a.scale is None else a.scale  # type: ignore[union-attr]
+        form = form_of(fake[0], fake[1], fake[3], tuple(values), request.window, scale, request.boundary,  # type: ignore
                        site.kind == "joint" or bool(text is not None and not ops_view.same_size(text, 0)), first,
                        a.mask is not None)
         if form.engine == "dense" and not form.tied:

@@ -54,18 +54,20 @@ def layer_of(node: Node, layers: Iterable[str]) -> str | None:
     return None
 
 
-def inline_checkpoints(gm: fx.GraphModule, holds_layer: Callable[[Node], bool]) -> int:
+def inline_checkpoints(gm: fx.GraphModule, layer_at: Callable[[Node], str | None]) -> int:
     """Put in line the body of every activation checkpoint that reads a layer's weights; returns how many.
 
-    holds_layer: is this node (an operand of the checkpoint) a layer's weight?
+    layer_at: the layer whose weight this node (an operand of the checkpoint) is, None for what is no weight; "" for a
+    weight whose layer is not known.
     """
     done = 0
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or getattr(node.target, "__name__", "") != "tag_activation_checkpoint":
             continue
-        if not any(holds_layer(n) for n in node.all_input_nodes):
+        if all(layer_at(n) is None for n in node.all_input_nodes):
             continue
-        result = _put_in_line(gm, node)
+        copied, result = _put_in_line(gm, node)
+        _own_call(copied, layer_at)
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise StreamError("a checkpoint's result is not unpacked", where=source.where(node),
@@ -80,12 +82,26 @@ def inline_checkpoints(gm: fx.GraphModule, holds_layer: Callable[[Node], bool]) 
     return done
 
 
-def _put_in_line(gm: fx.GraphModule, node: Node) -> Any:
-    """Copy a checkpoint's body before it; returns what its output became."""
+def _own_call(body: list[Node], layer_at: Callable[[Node], str | None]) -> None:
+    """Put a layer into the module stacks of a body that is the layer's own call (diffusers checkpoints so).
+
+    Dynamo leaves its entry out there: submodules have a stack without it, its own operators none.  One of those that
+    reads a layer's weight tells such a body from code of the root that calls layers.
+    """
+    bare = [n for n in body if not n.meta.get("nn_module_stack")]
+    layer = next((at for n in bare for a in n.all_input_nodes if (at := layer_at(a))), None)
+    if layer:
+        for n in body:
+            n.meta["nn_module_stack"] = {layer: (layer, torch.nn.Module), **(n.meta.get("nn_module_stack") or {})}
+
+
+def _put_in_line(gm: fx.GraphModule, node: Node) -> tuple[list[Node], Any]:
+    """Copy a checkpoint's body before it; returns its operators there, and what its output became."""
     named: Any = node.args[0]
     body: Any = gm.get_submodule(str(named.target))
     operands = iter(node.args[1:])
     env: dict[Node, Any] = {}
+    copied: list[Node] = []
     result: Any = None
     with gm.graph.inserting_before(node):
         for inner in body.graph.nodes:
@@ -102,7 +118,9 @@ def _put_in_line(gm: fx.GraphModule, node: Node) -> Any:
             else:
                 env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
             env[inner].meta = dict(inner.meta)
-    return result
+            if inner.op != "get_attr":
+                copied.append(env[inner])
+    return copied, result
 
 
 def attribute(gm: torch.nn.Module, path: str) -> Any:

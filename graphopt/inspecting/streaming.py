@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx import Node
 
 from graphopt.errors import ConfigError, GraphoptError
 from graphopt.passes import partition, pipeline, stream_check, stream_graph
@@ -72,7 +73,13 @@ def _calls(gm: fx.GraphModule, layers: set[str]) -> tuple[list[str], int]:
     """The layers a graph calls, in order, and the most rows of a tensor that enters one."""
     twin = pipeline.copy(gm)
     parameters = {n for n in twin.graph.find_nodes(op="placeholder") if isinstance(example(n), nn.Parameter)}
-    partition.inline_checkpoints(twin, parameters.__contains__)
+    names = {"".join(f"_modules_{part}" for part in layer.split(".")) + "_": layer for layer in layers}
+
+    def layer_at(node: Node) -> str | None:
+        # Dynamo names an input after its place: l_self_modules_blocks_modules_0_parameters_..; "" for no layer's weight
+        return next((v for k, v in names.items() if k in node.name), "") if node in parameters else None
+
+    partition.inline_checkpoints(twin, layer_at)
     calls, most = [], 0
     for segment in partition.partition(twin, layers):
         if segment.layer is None:

@@ -81,7 +81,7 @@ def compile_streamed(
     twin = pipeline.copy(gm)
     nodes = twin.graph.find_nodes(op="placeholder")
     entries = {n: e for n, e in zip(nodes, map(handles.member_of, inputs)) if e is not None}
-    partition.inline_checkpoints(twin, lambda n: n in entries)
+    partition.inline_checkpoints(twin, lambda n: entries[n].layer.fqn if n in entries else None)
     read = {e.layer.fqn for e in entries.values()}
     parts = partition.partition(twin, engine.layers, next(iter(read)) if len(read) == 1 else None)
     _own(parts, entries)

@@ -7,9 +7,11 @@ import copy
 import pytest
 import tiny_video
 import torch
+import torch.distributed as dist
 import zoo
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
 
 import graphopt
 from graphopt.dsa import DSAConfig, convert, video_grid
@@ -142,6 +144,28 @@ def test_images_among_videos(text) -> None:
     for grid in ((3, 4, 5), (1, 4, 5), (1, 6, 3), *(((4, 1, 1), (3, 1, 5), (1, 1, 6)) if text is None else ())):
         inputs = {"latent": tiny_video.latent(2, *grid), **({} if text is None else {"words": torch.randn(2, 6, 16)})}
         assert_equal(run(model, f, **inputs), run(model, **inputs), 1e-7)
+
+
+def test_fsdp2_with_dynamic_shapes() -> None:
+    """Between FSDP2's hooks Dynamo takes a module's own numbers (window, heads) for sizes that may change."""
+    model = tiny_video.TinyVideo(1)
+    moved(model, "blocks.*.attn", window=(1, 3, 3))
+    whole = copy.deepcopy(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model.compile(backend="graphopt", options={"graphopt.compiler": "eager"}, dynamic=True)
+        for module in (*model.blocks, model):
+            fully_shard(module)
+        for grid in ((1, 4, 5), (3, 4, 5)):
+            x = tiny_video.latent(2, *grid)
+            y, want = model(x), whole(x)
+            torch.testing.assert_close(y, want, rtol=0, atol=1e-6)
+            y.square().mean().backward()
+            want.square().mean().backward()
+        for a, b in zip(model.parameters(), whole.parameters()):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=0, atol=1e-6)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_image_slides_with_the_option_alone() -> None:
