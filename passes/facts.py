@@ -89,6 +89,25 @@ class Facts:
         return frozenset(seen)
 
     @cached_property
+    def _differentiated(self) -> frozenset[Node]:
+        """As `live`, but not back through what cuts gradients off (detach, no_grad, a size)."""
+        writes = {w.node for w in self.writes}
+        todo = [n for n in self.graph.nodes if n in writes or n.op == "output" or not _is_value(n)]
+        seen: set[Node] = set()
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                v = ops_view.value(node)
+                todo += values_read(node) if v is None or v.requires_grad else []
+        return frozenset(seen)
+
+    def gets_gradient(self, node: Node) -> bool:
+        """May a gradient arrive at a node?"""
+        v = ops_view.value(node)
+        return v is not None and v.requires_grad and node in self._differentiated
+
+    @cached_property
     def strides_seen(self) -> frozenset[Node]:
         """The nodes whose order in memory something outside sees: the graph's results, and what reads strides.
 

@@ -72,9 +72,10 @@ def _others(match: Match) -> Iterator[Match]:
     """The other modulates of the same norm that one operator can compute with this one."""
     x, result = match.get("x") or match["sum"], match["result"]
     inherited = {n: match.attempt.env[n] for n in ("result", "norm", "kind", "normed", "x", "sum") if match.get(n)}
-    taken, live = set(match.core), match.facts.live
+    taken, facts = set(match.core), match.facts
+    alike = (match.root in facts.live, facts.gets_gradient(match.root))
     for root in ends(result):
-        if root in taken or (root in live) != (match.root in live):
+        if root in taken or (root in facts.live, facts.gets_gradient(root)) != alike:
             continue
         attempt = Attempt(dict(inherited))
         for _ in OTHER.match(root, attempt):

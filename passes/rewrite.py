@@ -6,7 +6,7 @@ A match is refused, with the reason, when
 - it crosses an autocast or grad-mode border, or runs under a transform of torch.func,
 - an in-place write between its first and its last node may change one of its inputs,
 - one of its results is read before all of its inputs exist,
-- nothing reads one of its results while another is read (what only the first depends on has no gradient in eager),
+- gradients arrive at one of its results and not at another (what only the latter depends on has none in eager),
 - torch.autograd.grad differentiates a value that would no longer be on the way,
 - an operand is a DTensor or another tensor subclass.
 """
@@ -145,10 +145,10 @@ def _refuse(match: Match, taken: dict[Node, Match]) -> tuple[str | None, Node | 
         return f"{detached.name} cuts a gradient off (no_grad) that the operator would pass on", detached
     match.replacement = _replacement(match)
     results = match.replacement.results
-    read = {position for n, position in results.items() if n in facts.live}
-    unread = next((n for n, position in results.items() if position not in read), None)
-    if read and unread is not None:
-        return f"nothing reads {unread.name}, and it may depend on what gets no gradient", None
+    wanted = {position for n, position in results.items() if facts.gets_gradient(n)}
+    without = next((n for n, position in results.items() if position not in wanted and _needs_grad(n)), None)
+    if wanted and without is not None:
+        return f"no gradient arrives at {without.name}, and it may depend on what gets none otherwise", None
     # inside a graph nobody sees the order in memory, and rows are what the next site reads
     seen = {n: order for n, order in match.replacement.layouts.items() if n in facts.strides_seen}
     match.replacement.layouts = seen

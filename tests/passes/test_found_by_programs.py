@@ -159,8 +159,19 @@ def unread_of_two(x, s, b, w):
     return n * (1 + s) + s
 
 
-@pytest.mark.parametrize("f", [unread_behind_a_gate, unread_weight, unread_of_two])
-def test_what_nothing_reads_has_no_gradient(f) -> None:
+def detached_weight(x, s, b, w):
+    h = x + s * x.sin()
+    return h + F.layer_norm(h, (8,), w).detach()
+
+
+def detached_of_two(x, s, b, w):
+    n = F.layer_norm(x, (8,))
+    y = n * (1 + w) + b
+    return n * (1 + s) + s, y.detach().exp()
+
+
+@pytest.mark.parametrize("f", [unread_behind_a_gate, unread_weight, unread_of_two, detached_weight, detached_of_two])
+def test_what_gets_no_gradient_in_eager_gets_none(f) -> None:
     """An operator with a live and a dead result would give zeros, which an optimizer steps on."""
     report, grads = compared(f, *OPERANDS, torch.randn(8))
     assert grads[-1][1] is None
