@@ -103,7 +103,7 @@ def _sweep(
     g = gradient.to(torch.float32)
     if hyper.scale is not None:
         scale = hyper.scale
-        g = g * (scale if isinstance(scale, torch.Tensor) else torch.tensor(scale, dtype=torch.float32))
+        g = g * (scale if isinstance(scale, torch.Tensor) else torch.tensor(scale, dtype=torch.float32, device="cpu"))
     if hyper.weight_decay:
         master.mul_(1 - hyper.lr * hyper.weight_decay)
     exp_avg.lerp_(g, 1 - hyper.beta1)

@@ -94,21 +94,24 @@ def _launch(group: Sequence[Piece], split: bool, bf16: bool, ema: bool) -> None:
                                                         p.average)] + [p.weight.numel()] for p in group]
     blocks = _blocks(tuple(p.weight.numel() for p in group), device)
     scale = group[0].hyper.scale
-    numbers = torch.tensor([_numbers(p.hyper) for p in group])
+    given = isinstance(scale, torch.Tensor)
+    # neither torch's default device nor its default dtype counts here
+    factor = scale if given else torch.tensor(1.0 if scale is None else scale, dtype=torch.float32, device="cpu")
+    numbers = torch.tensor([_numbers(p.hyper) for p in group], dtype=torch.float32, device="cpu")
     _adamw[(len(blocks),)](
-        *(_sent(t, device) for t in (torch.tensor(rows, dtype=torch.int64), numbers)), blocks,
-        scale if isinstance(scale, torch.Tensor) else _sent(torch.tensor(1.0 if scale is None else scale), device),
+        *(_sent(t, device) for t in (torch.tensor(rows, dtype=torch.int64, device="cpu"), numbers)), blocks,
+        factor if given else _sent(factor, device),
         SPLIT=split, BF16_GRAD=bf16, CLIP=scale is not None, EMA=ema, BLOCK=BLOCK, num_warps=8)
 
 
 @lru_cache(maxsize=16)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int32 [programs, 2]: a parameter's place and a block of it; the same in every step."""
-    counts = torch.tensor([-(-n // BLOCK) for n in sizes])
-    made = torch.empty((int(counts.sum()), 2), dtype=torch.int32)
-    made[:, 0] = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    starts = torch.tensor([0, *accumulate(counts.tolist())][:-1])
-    made[:, 1] = torch.arange(len(made)) - torch.repeat_interleave(starts, counts)
+    counts = torch.tensor([-(-n // BLOCK) for n in sizes], device="cpu")
+    made = torch.empty((int(counts.sum()), 2), dtype=torch.int32, device="cpu")
+    made[:, 0] = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
+    starts = torch.tensor([0, *accumulate(counts.tolist())][:-1], device="cpu")
+    made[:, 1] = torch.arange(len(made), device="cpu") - torch.repeat_interleave(starts, counts)
     return made.to(device)
 
 

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the model cannot be captured; 2 a name, option, factory or
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import sys
@@ -120,18 +121,29 @@ def _settings(texts: list[str]) -> dict[str, Any]:
 
 
 def _options(texts: list[str]) -> dict[str, Any]:
-    """`select=all`, `graphopt.rules=["gate_residual"]` as backend options; values are JSON where they can be."""
+    """`select=all`, `verify=True`, `rules=gate_residual,gate_norm` as backend options; values are JSON or Python where
+    they can be."""
     out: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--option {text!r} is not name=value", remedy="for example --option select=all")
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            parsed = value
+        parsed = _value(value)
+        name = key.removeprefix("graphopt.")
+        if name in ("rules", "disable", "experimental") and isinstance(parsed, str):
+            parsed = [n.strip() for n in parsed.split(",") if n.strip()]
         out[key if "." in key else f"graphopt.{key}"] = parsed
     return out
+
+
+def _value(text: str) -> Any:
+    """`true`, `True`, `[1, 2]`, `(3, 7, 7)`, `{"window": [3, 7, 7]}`; anything else is the text itself."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            pass
+    return text
 
 
 def _must_be_writable(path: Path | None) -> None:

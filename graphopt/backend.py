@@ -10,7 +10,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -162,30 +162,39 @@ def with_order(
     fused = any(site.status == "rewritten" for site in sites)
     if config.compiler != "inductor" or not (fused or lands):
         return inductor_options
-    late = [m for m in (gradient_addends, column_sums) if _name(m) in beside(config)]
-    stacks, joins = (_name(m) in beside(config) for m in (stack_gradients, joint_launch))
-    both = _name(joint_launch) in config.experimental
-    reuses = "reuse_gradients" not in config.disable
+    run = late_passes(config, fused, lands)
 
     def change(graph: fx.Graph) -> None:
-        if fused:
-            for module in late:
-                module.fold(graph)
-            freeing_order.free_early(graph)
-            if reuses:
-                reuse_gradients.reuse(graph)
-            if stacks:
-                stack_gradients.fold(graph)
-            if joins:
-                joint_launch.fold(graph, everything=both)
-        if lands:
-            land_gradients.land(graph)
+        for _, apply in run:
+            apply(graph)
 
-    last = [m for m, runs in ((stack_gradients, stacks), (joint_launch, joins)) if runs]
-    used = (*late, freeing_order, reuse_gradients, *last, *([land_gradients, landing] if lands else []))
-    names = ([(_name(m), version(m)) for m in used], fused, reuses, both, operators.source_hash())
-    order = _compat.post_grad_pass(change, repr(names), inductor_options.get(_compat.POST_GRAD))
+    versions = [(_name(m), version(m)) for m, _ in run]
+    landed = version(landing) if lands else ""
+    key = (versions, landed, joins_everything(config), operators.source_hash())
+    order = _compat.post_grad_pass(change, repr(key), inductor_options.get(_compat.POST_GRAD))
     return {**inductor_options, _compat.POST_GRAD: order}
+
+
+def late_passes(
+    config: Config, fused: bool, lands: bool
+) -> list[tuple[ModuleType, Callable[[fx.Graph], object]]]:
+    """The passes over the graphs that Inductor lowers, in order: the module of each, and what it does to a graph."""
+    table: list[tuple[ModuleType, Callable[[fx.Graph], object]]] = [
+        (gradient_addends, gradient_addends.fold),
+        (column_sums, column_sums.fold),
+        (freeing_order, freeing_order.free_early),
+        (reuse_gradients, reuse_gradients.reuse),
+        (stack_gradients, stack_gradients.fold),
+        (joint_launch, partial(joint_launch.fold, everything=joins_everything(config))),
+    ]
+    running = beside(config) | {_name(freeing_order)} | (catalogue.LATE - {*config.disable})
+    chosen = [(module, apply) for module, apply in table if fused and _name(module) in running]
+    return [*chosen, *([(land_gradients, land_gradients.land)] if lands else [])]
+
+
+def joins_everything(config: Config) -> bool:
+    """Does joint_launch join backwards and large forwards, too?"""
+    return _name(joint_launch) in config.experimental
 
 
 def _name(module: ModuleType) -> str:

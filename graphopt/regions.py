@@ -85,6 +85,8 @@ def compile_regions(gm: fx.GraphModule, inputs: list[Any], rewrite: Rewrite) -> 
     subs = [partition.extract(twin, p) for p in parts]
     keys = [_key(s, p, real) for s, p in zip(subs, parts)]
     layers = [k for k, p in zip(keys, parts) if p.layer is not None]
+    if not layers:  # their code is in the bodies of checkpoints
+        return "its layers run inside activation checkpoints, which stay whole"
     if len(layers) == len(set(layers)):
         return "no two layers are equal"
     number = segments.numbers(twin, parts)

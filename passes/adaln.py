@@ -193,6 +193,8 @@ def _norms(match: Match) -> tuple[str, ...]:
 
 def better_left(match: Match) -> str | None:
     """Why a site that has kernels is still faster left to Inductor, where the cost model does not know it."""
+    if match.replacement is not None and match.facts.live.isdisjoint(match.replacement.results):
+        return "nothing reads its result: the compiler leaves it out"
     if match.replacement is not None and match.replacement.put is not None:
         return "slices joined by cat: the compiler writes them at once, two kernels would copy them"
     if match.shared:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,7 @@ def _on(
 
     met = GraphBreaks()
     run = torch.compile(twin, backend=compile_graph)
-    with capture_settings(), torch.random.fork_rng(devices=[]):
+    with capture_settings(), torch.random.fork_rng(devices=[]), _not_compiled(twin):
         try:
             run(*args, **kwargs)
         except Exception as error:
@@ -157,6 +158,20 @@ def placed(model: Any, device: str) -> Any:
             if isinstance(x, torch.Tensor) and id(x) not in memo:
                 memo[id(x)] = _like_on(x, device)
     return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def _not_compiled(model: Any) -> Iterator[None]:
+    """A module that was compiled in place goes through its own compiled call; here it is called as it was written."""
+    own = vars(model).get("_compiled_call_impl") if isinstance(model, torch.nn.Module) else None
+    if own is None:
+        yield
+        return
+    model._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = own
 
 
 def _like_on(x: Any, device: str) -> Any:

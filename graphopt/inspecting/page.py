@@ -36,7 +36,8 @@ def render(
     graphs = captured.graphs if captured else []
     kernels = text.kernel_groups(report.kernels)
     return environment.from_string(template).render(
-        title=title, facts=_facts(report, target, captured), cards=_cards(report), notes=_notes(report, captured),
+        title=title, facts=_facts(report, target, captured), cards=_cards(report, captured is not None),
+        notes=_notes(report, captured),
         site_groups=[_site_group(g, report) for g in text.site_groups(report.sites)],
         alone_groups=_alone(report),
         kernel_groups=[_kernel_row(g) for g in kernels], sources=_sources(report.kernels),
@@ -67,22 +68,22 @@ def _facts(report: Report, target: str | None, captured: Captured | None) -> lis
     return out
 
 
-def _cards(report: Report) -> list[tuple[str, str]]:
+def _cards(report: Report, inspected: bool) -> list[tuple[str, str]]:
+    """Numbers at the top.  An inspection runs one forward, so each graph counts as often as it ran in it."""
     cards = []
     for kind in ("modulate", "gate"):
         n, done = report.count(kind), report.count(kind, "rewritten")
         cards.append((f"{done} of {n}" if done != n else str(n), f"{kind} sites rewritten"))
-    calls = [k for k in report.kernels if k.direction == "forward"]
-    cards.append((str(len(calls)), "kernel calls forward"))
-    seen: set[str] = set()
+    kernels = text.kernels_run(report, inspected)
+    calls = [(k, n) for k, n in kernels if k.direction == "forward"]
+    cards.append((str(sum(n for _, n in calls)), "kernel calls forward"))
     saved = 0.0
-    for k in calls:
+    for k, n in calls:
         times = next((s.predicted for s in k.sites if s.predicted), None)
-        saved += (times.inductor_us - times.graphopt_us) if times else 0.0
-        seen.add(k.node)
+        saved += n * (times.inductor_us - times.graphopt_us) if times else 0.0
     if saved:
         cards.append((f"{saved / 1e3:.1f} ms", "saved a step, predicted against Inductor"))
-    fused, eager = (sum(getattr(k.traffic, n) for k in report.kernels if k.traffic) for n in ("fused", "op_by_op"))
+    fused, eager = text.traffic(kernels)
     if eager:
         label = f"less memory traffic a step than the same ops in eager mode ({text.gib(eager)})"
         cards.append((text.gib(eager - fused), label))

@@ -11,6 +11,7 @@ from graphopt.passes.record import Kernel, NearMiss, Reject, Site
 
 if TYPE_CHECKING:
     from graphopt._inspect import Inspection
+    from graphopt.reporting import Report
 
 
 def render(seen: Inspection) -> str:
@@ -31,6 +32,8 @@ def render(seen: Inspection) -> str:
     for kind in ("modulate", "gate"):
         counts = [f"{report.count(kind)} {kind} sites"]
         counts += [f"{report.count(kind, w)} {w}" for w in ("rewritten", "declined") if report.count(kind, w)]
+        run = report.count(kind, executed=True)
+        counts += [f"{run} in one forward, graphs as often as they ran"] if run > report.count(kind) else []
         lines.append(", ".join(counts))
     for group in site_groups(report.sites):
         lines += site_line(group)
@@ -48,7 +51,7 @@ def render(seen: Inspection) -> str:
         m = near[0]
         lines.append(f"  {len(near):4d} no {m.kind:8} {joined(g.fqn for g in near)}")
         lines.append(f"       {m.reason}" + (f"  ({short(m.where)})" if m.where else ""))
-    lines += kernels(report.kernels)
+    lines += kernels(report)
     return "\n".join(lines)
 
 
@@ -113,8 +116,20 @@ def kernel_groups(found: Iterable[Kernel]) -> list[list[Kernel]]:
     return list(groups.values())
 
 
-def kernels(found: list[Kernel]) -> list[str]:
-    """Kernels by operator and direction, with their bytes."""
+def kernels_run(report: Report, executed: bool = True) -> list[tuple[Kernel, int]]:
+    """The kernels, each with how often its graph ran in the forward that was captured (`executed`; else once)."""
+    return [(k, max(1, g.calls) if executed else 1) for g in report.graphs for p in g.passes for k in p.kernels]
+
+
+def traffic(kernels: Iterable[tuple[Kernel, int]]) -> tuple[float, float]:
+    """Bytes of kernels that run so often: fused, and op by op."""
+    moved = [(k.traffic, n) for k, n in kernels if k.traffic]
+    return sum(t.fused * n for t, n in moved), sum(t.op_by_op * n for t, n in moved)
+
+
+def kernels(report: Report) -> list[str]:
+    """Kernels by operator and direction, with the bytes of one forward and backward of the model."""
+    found = report.kernels
     if not found:
         return []
     calls = sum(k.direction == "forward" for k in found)
@@ -125,7 +140,7 @@ def kernels(found: list[Kernel]) -> list[str]:
         if k.sources:
             line += "".join(f"\n       {f}  {r}" for f, r in zip(k.sources, k.resources))
         lines.append(line)
-    fused, eager = (sum(getattr(k.traffic, key) for k in found if k.traffic) for key in ("fused", "op_by_op"))
+    fused, eager = traffic(kernels_run(report))
     if eager:
         lines.append(f"predicted memory traffic of these sites: {gib(fused)} a step, {gib(eager)} op by op as in eager "
                      f"mode ({gib(eager - fused)} saved)")

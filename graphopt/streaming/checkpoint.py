@@ -140,7 +140,7 @@ def _streamed(optimizer: HostAdamW, p: nn.Parameter) -> Iterable[tuple[str, Part
     def steps(t: torch.Tensor) -> None:
         s.steps[entry] = int(t)
 
-    yield "step", Part((), torch.float32, lambda: torch.tensor(float(s.steps[entry])), steps)
+    yield "step", Part((), torch.float32, lambda: state.count(s.steps[entry]), steps)
     yield "exp_avg", _part(shaped(s.exp_avg))
     yield "exp_avg_sq", _part(shaped(s.exp_avg_sq))
     if s.average is not None:
@@ -150,7 +150,7 @@ def _streamed(optimizer: HostAdamW, p: nn.Parameter) -> Iterable[tuple[str, Part
         weight, residual = state.flattened(entry.layer.weight(entry)), s.of(s.residual, entry)
 
         def take(given: torch.Tensor) -> None:
-            whole = torch.empty_strided(entry.shape, entry.stride, dtype=torch.float32).copy_(given)
+            whole = torch.empty_strided(entry.shape, entry.stride, dtype=torch.float32, device="cpu").copy_(given)
             high, rest = split(state.flattened(whole))
             weight.copy_(high)
             residual.copy_(rest)
@@ -168,7 +168,7 @@ def _resident(optimizer: HostAdamW, p: nn.Parameter) -> Iterable[tuple[str, Part
     def part(name: str) -> Part:
         return Part(tuple(p.shape), torch.float32, lambda: states.get(p)[name], lambda t: states.get(p)[name].copy_(t))
 
-    yield "step", Part((), torch.float32, lambda: torch.tensor(float(states.steps(p))), steps)
+    yield "step", Part((), torch.float32, lambda: state.count(states.steps(p)), steps)
     for name in ("exp_avg", "exp_avg_sq", *(("ema",) if optimizer.ema is not None else ())):
         yield name, part(name)
     if p.dtype == torch.bfloat16:

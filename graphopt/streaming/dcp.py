@@ -21,7 +21,7 @@ Taking = Mapping[str, Callable[[torch.Tensor], None]]
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of that shape over one element."""
-    return torch.zeros((), dtype=dtype).expand(shape)
+    return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
 
 
 class _Giver(DefaultSavePlanner):
@@ -48,7 +48,7 @@ class _Taker(DefaultLoadPlanner):
         name = index.fqn
         if name not in self._room:
             wanted = super().lookup_tensor(index)
-            self._room[name] = torch.empty(wanted.shape, dtype=wanted.dtype)
+            self._room[name] = torch.empty(wanted.shape, dtype=wanted.dtype, device="cpu")
             self._left[name] = max(1, wanted.numel())
         return self._room[name]
 

@@ -13,7 +13,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import StreamError
-from graphopt.streaming import handles
+from graphopt.streaming import handles, memory
 from graphopt.streaming.link import Link
 from graphopt.streaming.store import Entry, HostLayer, HostStore
 from graphopt.streaming.updates import Updates
@@ -169,6 +169,8 @@ class Gradients:
         first = landing.sum is None
         if first:
             if layer not in self._sums:
+                if not self._sums:  # before any is added, and for all: HostAdamW counted them if it was told of them
+                    memory.require(4 * sum(x.elements for x in self.store.layers), "the sum of several gradients")
                 self._sums[layer] = self.store.arena.allocate(layer.elements * 4, pin=False).view(torch.float32)
             landing.sum = self._sums[layer]
         if self._stage is None:

@@ -58,7 +58,7 @@ class Arena:
         pageable, with one warning: transfers are then slower and do not overlap.
         """
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         size = (nbytes + PAGE - 1) // PAGE * PAGE
         mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _advise(mapped, "MADV_HUGEPAGE")

@@ -34,7 +34,7 @@ class Clip:
     def __init__(self, coefficient: torch.Tensor, link: Link, landings: Sequence[Landing]) -> None:
         self.coefficient, self._link = coefficient, link
         self._landings = list(landings)
-        self._host = torch.zeros((), dtype=torch.float32, pin_memory=coefficient.is_cuda)
+        self._host = torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=coefficient.is_cuda)
         self._host.copy_(coefficient, non_blocking=True)
         self._there = link.mark()
 
@@ -256,7 +256,8 @@ class HostAdamW(torch.optim.Optimizer):
         short = [x.fqn for x in self._layers if 0 < landings[x].rounds < self.accumulate]
         if short:
             raise StreamError(f"step() after fewer than accumulate={self.accumulate} backward passes", where=short[0],
-                              remedy="run the remaining backward passes first, or use update='deferred'")
+                              remedy="run the remaining backward passes first, let go of outputs that will have none, "
+                              "or use update='deferred'")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients.  Streamed ones are always set to None."""

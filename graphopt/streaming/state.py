@@ -41,8 +41,11 @@ def hook(model: torch.nn.Module, engine: Engine) -> None:
             if prefix + name in state:
                 state[prefix + name] = entry.alone()
 
+    given: dict[torch.nn.Module, set[str]] = {}  # names that the state being loaded holds
+
     def before(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         flush(engine)
+        given[module] = {name for name in owners[module] if prefix + name in state}
         for name, entry in owners[module].items():
             module._parameters[name] = torch.nn.Parameter(entry.layer.weight(entry), requires_grad=False)
             if prefix + name in state:
@@ -58,8 +61,9 @@ def hook(model: torch.nn.Module, engine: Engine) -> None:
                 with torch.no_grad():
                     entry.layer.weight(entry).copy_(value)
             module._parameters[name] = entry.handle
-            reset_master(engine, entry)
-            engine.store.replaced(entry.layer)
+            if name in given[module]:  # strict=False leaves the others' masters as they are
+                reset_master(engine, entry)
+                engine.store.replaced(entry.layer)
 
     for module in owners:
         module.register_state_dict_post_hook(read)
@@ -82,6 +86,11 @@ def reset_master(engine: Engine, entry: Entry) -> None:
         state.of(state.residual, entry).zero_()
     if state.average is not None and state.steps[entry] == 0:
         state.of(state.average, entry).copy_(flattened(entry.layer.weight(entry)))
+
+
+def count(steps: int) -> torch.Tensor:
+    """A number of steps as torch.optim keeps it, whatever torch's default dtype and device are."""
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
 def flattened(t: torch.Tensor) -> torch.Tensor:
@@ -113,7 +122,7 @@ def _state_of(optimizer: HostAdamW, p: torch.nn.Parameter) -> dict[str, Any] | N
         if p not in optimizer.resident.of:
             return None
         s = optimizer.resident.of[p]
-        out = {"step": torch.tensor(float(s["step"])), "exp_avg": s["exp_avg"], "exp_avg_sq": s["exp_avg_sq"]}
+        out = {"step": count(s["step"]), "exp_avg": s["exp_avg"], "exp_avg_sq": s["exp_avg_sq"]}
         if "residual" in s:
             out["master"] = join(p.detach(), s["residual"])
         if "ema" in s:
@@ -126,7 +135,7 @@ def _state_of(optimizer: HostAdamW, p: torch.nn.Parameter) -> dict[str, Any] | N
     def shaped(flat: torch.Tensor) -> torch.Tensor:
         return s2.of(flat, entry).as_strided(entry.shape, entry.stride)
 
-    out = {"step": torch.tensor(float(s2.steps[entry])), "exp_avg": shaped(s2.exp_avg),
+    out = {"step": count(s2.steps[entry]), "exp_avg": shaped(s2.exp_avg),
            "exp_avg_sq": shaped(s2.exp_avg_sq)}
     if entry.dtype == torch.bfloat16:
         assert s2.residual is not None
@@ -218,7 +227,8 @@ def _load_one(optimizer: HostAdamW, p: torch.nn.Parameter, given: dict[str, Any]
         else:
             part.zero_()
     if given is not None and "master" in given:
-        whole = torch.empty_strided(entry.shape, entry.stride, dtype=torch.float32).copy_(given["master"])
+        whole = torch.empty_strided(entry.shape, entry.stride, dtype=torch.float32, device="cpu")
+        whole.copy_(given["master"])
         if entry.dtype == torch.bfloat16:
             assert s2.residual is not None
             high, rest = split(flattened(whole))

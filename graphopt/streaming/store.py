@@ -103,7 +103,7 @@ class HostLayer:
         self.nbytes, self.grad_bytes, self.elements = at, grad, element
         self.place = {e: i for i, e in enumerate(entries)}
         self.key = (fqn.rsplit(".", 1)[0], tuple(e.key for e in entries))
-        self.weights: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+        self.weights: torch.Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.slab: torch.Tensor | None = None
         self.version = self.target = 0
         self.reading: Any = None  # event of the latest upload of these weights

@@ -50,3 +50,17 @@ def test_launches(device, monkeypatch) -> None:
     monkeypatch.setattr(adamw_triton, "_launch", lambda group, *kind: (launches.append(len(group)), launch(group, *kind)))
     adamw_triton.update_all(pieces(device, "no"))
     assert sorted(launches) == [1, 1, 2, 2], "fp32 and split, with and without an average; nothing for no elements"
+
+
+@pytest.mark.parametrize("clip", ["no", "number"])
+def test_the_default_dtype_does_not_round_the_settings(device, clip, request) -> None:
+    from graphopt.codegen import adamw_triton
+
+    got, want = pieces(device, clip), pieces(device, clip)
+    adamw_triton.update_all(want)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
+    adamw_triton.update_all(got)
+    for a, b in zip(got, want):
+        assert torch.equal(a.weight, b.weight)
+        assert torch.equal(a.exp_avg_sq, b.exp_avg_sq)

@@ -129,3 +129,19 @@ def test_passes_beside_the_sites_run_unless_disabled() -> None:
     assert running(numerics="eager") == set()
     assert running(rules=["norm_modulate"]) == set()
     assert running(verify=True) == usual - {"norm_rotate"}
+
+
+def test_the_passes_over_lowered_graphs_in_order() -> None:
+    from graphopt import backend
+
+    def run(fused: bool = True, lands: bool = False, **options) -> list[str]:
+        parsed, _ = config.parse(None, {f"graphopt.{k}": v for k, v in options.items()})
+        return [m.__name__.rpartition(".")[2] for m, _ in backend.late_passes(parsed, fused, lands)]
+
+    usual = ["gradient_addends", "column_sums", "freeing_order", "reuse_gradients", "stack_gradients", "joint_launch"]
+    assert run() == usual
+    assert run(lands=True) == [*usual, "land_gradients"]
+    assert run(fused=False, lands=True) == ["land_gradients"]
+    assert run(numerics="eager") == ["freeing_order", "reuse_gradients"]
+    assert run(disable=["reuse_gradients", "column_sums"]) == [n for n in usual if n not in ("reuse_gradients", "column_sums")]
+    assert run(rules=["norm_modulate"], experimental=["joint_launch"]) == ["freeing_order", "reuse_gradients", "joint_launch"]

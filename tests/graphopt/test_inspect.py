@@ -264,6 +264,53 @@ def test_a_frame_that_torch_skips_is_named() -> None:
     assert "test_inspect.py" in str(seen)
 
 
+def test_a_model_compiled_in_place() -> None:
+    """It is inspected like any other, and stays compiled."""
+    model = Stack(2)
+    model.compile(backend="graphopt", options={"graphopt.compiler": "eager"})
+    before = model._compiled_call_impl
+    seen = graphopt.inspect(model, *operands(), device="cpu")
+    assert seen.report.count("modulate") == seen.report.count("gate") == 2
+    assert model._compiled_call_impl is before
+    model(*operands())
+    assert graphopt.report(model).count("modulate") == 2
+
+
+def test_a_graph_counts_as_often_as_it_runs(tmp_path: Path) -> None:
+    """One forward runs the graph of a block for each block: bytes, kernel calls and times of a step are those of all."""
+    pytest.importorskip("triton")
+    two, four = (graphopt.inspect(Stack(n, broken=True), *(v.requires_grad_() for v in operands()),
+                                   options={"graphopt.select": "all"}) for n in (2, 4))
+    last = [text.traffic((k, 1) for p in seen.report.graphs[-1].passes for k in p.kernels)[0] for seen in (two, four)]
+    assert [g.calls for g in two.report.graphs] == [2]
+    assert [g.calls for g in four.report.graphs] == [4]
+    assert last[0] == last[1] > 0
+    for seen, runs in ((two, 2), (four, 4)):
+        assert text.traffic(text.kernels_run(seen.report))[0] == runs * last[0]
+        assert f"memory traffic of these sites: {text.gib(runs * last[0])} a step" in str(seen)
+        assert f"1 modulate sites, 1 rewritten, {runs} in one forward" in str(seen)
+        seen.to_html(tmp_path / "page.html")
+        page = (tmp_path / "page.html").read_text()
+        assert f"<b>{runs * len([k for k in seen.report.kernels if k.direction == 'forward'])}</b><span>kernel calls forward" in page
+
+
+def test_a_result_that_nothing_reads_has_no_kernel() -> None:
+    """The last text block of CogVideoX: found, and left to the compiler, which leaves it out."""
+    pytest.importorskip("triton")
+
+    def f(x, text, s, b, g):
+        text = text + g * text.sin()
+        F.layer_norm(text, (2048,)) * (1 + s) + b
+        return x + g * x.sin()
+
+    wide = [torch.randn(1, 4096, 2048, device="meta", requires_grad=True) for _ in range(2)]
+    factors = [torch.randn(1, 1, 2048, device="meta", requires_grad=True) for _ in range(3)]
+    seen = graphopt.inspect(f, *wide, *factors)
+    sites = [(s.kind, s.status) for s in seen.report.sites]
+    assert sites == [("gate", "declined"), ("modulate", "declined"), ("gate", "rewritten")]
+    assert {s.reason for s in seen.report.declined} == {"nothing reads its result: the compiler leaves it out"}
+
+
 def test_a_model_that_cannot_be_captured() -> None:
     class Refused(nn.Module):
         @torch._dynamo.disable

@@ -152,6 +152,17 @@ def test_help_has_an_example() -> None:
         assert "Example: graphopt" in done.stdout
 
 
+@pytest.mark.parametrize(("given", "means"), [
+    ("verify=True", {"graphopt.verify": True}), ("verify=false", {"graphopt.verify": False}),
+    ("select=all", {"graphopt.select": "all"}), ("graphopt.rules=gate_norm, gate_residual", {"graphopt.rules": ["gate_norm", "gate_residual"]}),
+    ('rules=["gate_norm"]', {"graphopt.rules": ["gate_norm"]}), ("disable=gate_norm", {"graphopt.disable": ["gate_norm"]}),
+    ("mode=None", {"graphopt.mode": None}), ("dsa={'window': (3, 7, 7)}", {"graphopt.dsa": {"window": (3, 7, 7)}}),
+    ("triton.cudagraphs=1", {"triton.cudagraphs": 1}),
+])
+def test_values_of_options(given: str, means: dict) -> None:
+    assert _inspect_cli._options([given]) == means
+
+
 def test_list_names_the_built_in_models() -> None:
     done = run("list")
     assert "wan-14b" in done.stdout

@@ -69,6 +69,25 @@ def test_where_nothing_repeats_the_graph_is_one() -> None:
     assert any("no layers repeat" in n for n in graphopt.report(f).graphs[0].notes)
 
 
+def test_layers_under_checkpoints_stay_in_them() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Saving(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model, x = Saving(), torch.randn(2, 8)
+    f = torch.compile(model, backend="graphopt", options=OPTIONS)
+    torch.testing.assert_close(step(f, x), step(model, x))
+    assert any("inside activation checkpoints" in n for n in graphopt.report(f).graphs[0].notes)
+
+
 def test_training_mode_draws_new_numbers_in_every_layer() -> None:
     model = TinyDiT(layers=3, dropout=0.5).train()
     f = torch.compile(model, backend="graphopt", options=OPTIONS)

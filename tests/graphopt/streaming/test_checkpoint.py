@@ -112,6 +112,19 @@ def test_a_part_of_the_model_has_its_state_too() -> None:
     assert model.blocks[1].qkv.weight is next(p for n, p in model.named_parameters() if n == "blocks.1.qkv.weight")
 
 
+def test_a_part_of_a_state_leaves_the_other_masters_alone() -> None:
+    """strict=False, as adapters are loaded: what is not in it keeps the low half of its fp32 value."""
+    model, opt, step = fresh(TinyDiT(seed=2).bfloat16())
+    train(step, opt, tuple(v.bfloat16() for v in inputs()), steps=2)
+    masters = lambda: [s["master"].clone() for s in opt.state_dict()["state"].values()]
+    before, value = masters(), torch.ones_like(model.state_dict()["blocks.1.table"])
+    assert any((m != m.bfloat16()).any() for m in before), "there is a low half"
+    model.load_state_dict({"blocks.1.table": value}, strict=False)
+    names = [n for n, _ in model.named_parameters()]
+    for name, old, new in zip(names, before, masters()):
+        assert torch.equal(new, value.float() if name == "blocks.1.table" else old), name
+
+
 def test_a_state_of_another_model_is_refused_whole() -> None:
     model, opt, step = fresh(TinyDiT())
     x = inputs()

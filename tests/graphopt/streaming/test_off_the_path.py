@@ -123,6 +123,22 @@ def test_after_a_failure_the_last_checkpoint_is_loaded_in_place(how, tmp_path) -
     equal(a, b)
 
 
+def test_host_memory_for_a_second_backward_is_checked(monkeypatch) -> None:
+    """One backward per step needs no sum; more of them do, in fp32, and nothing said so when the optimizer was made."""
+    from graphopt.streaming import memory
+
+    (one, a, _), (two, step, b), x = twins()
+    loss_of(step, x).backward()
+    need = 4 * sum(x.elements for x in two.store.layers)
+    monkeypatch.setattr(memory, "available", lambda: need - 1)
+    with pytest.raises(StreamError, match=f"the sum of several gradients needs .*{need} bytes"):
+        loss_of(step, x).backward()
+    monkeypatch.undo()
+    two.zero_grad()
+    assert train(step, two, x, steps=2, micro=2) == train(a, one, x, steps=2, micro=2)
+    equal(a, b)
+
+
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_that_would_never_run_are_told(hook) -> None:
     for resident in (0, 1):
@@ -326,6 +342,38 @@ def test_schedulers_that_keep_settings_in_the_groups_resume() -> None:
     assert again.param_groups[0]["max_lr"] == 1e-2
 
 
+def test_a_default_device_is_not_the_hosts(tmp_path, request) -> None:
+    """torch.set_default_device("cuda") moves every tensor that is made without a device; here to one without values.
+    And torch.set_default_dtype makes numbers of those that are made without a dtype."""
+    from graphopt.streaming import checkpoint
+
+    a, b, x = both()
+    a, b, x = a.bfloat16(), b.bfloat16(), tuple(v.bfloat16() for v in x)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    found = []
+    for model, device in ((a, "cpu"), (b, "meta")):
+        torch._dynamo.reset()
+        with torch.device(device):
+            opt, step = ready(model, ema=0.9)
+        loss_of(step, x).backward()
+        torch.set_default_dtype(torch.bfloat16 if model is b else torch.float32)
+        with torch.device(device):
+            opt.clip_grad_norm_(0.05)
+            opt.step()
+            opt.zero_grad()
+            checkpoint.save_checkpoint(model, opt, tmp_path / device)
+            checkpoint.load_checkpoint(model, opt, tmp_path / device)
+            state = opt.state_dict()
+            opt.load_state_dict(state)
+        torch.set_default_dtype(torch.float32)
+        assert all(v.device.type == "cpu" for s in state["state"].values() for v in s.values())
+        assert all(v.dtype == torch.float32 for s in state["state"].values() for v in s.values()), "bf16 cannot count to 257"
+        found.append((train(step, opt, x, steps=1), opt.ema_state_dict(model)))
+    assert found[0][0] == found[1][0]
+    equal(a, b)
+    assert differing(*(f[1] for f in found)) == {}
+
+
 def test_the_state_of_another_optimizer_is_refused() -> None:
     model = TinyDiT()
     adam = torch.optim.Adam(model.parameters(), weight_decay=0.1)
@@ -334,3 +382,15 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     opt, _ = ready(TinyDiT())
     with pytest.raises(StreamError, match="decoupled_weight_decay"):
         opt.load_state_dict(adam.state_dict())
+
+
+def test_a_step_before_the_last_backward_of_early_updates() -> None:
+    two, step = ready(TinyDiT(), update="priority", accumulate=2)
+    before = {k: v.clone() for k, v in step._orig_mod.state_dict().items()}
+    loss_of(step, inputs()).backward()
+    with pytest.raises(StreamError, match="step\\(\\) after fewer than accumulate=2"):
+        two.step()
+    assert differing(dict(step._orig_mod.state_dict()), before) == {}
+    loss_of(step, inputs()).backward()
+    two.step()
+    assert {int(s["step"]) for s in two.state_dict()["state"].values()} == {1}
