@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx import Node
 
-from graphopt import _compat
+from graphopt import _compat, _compat_tensors
 from graphopt.passes import ops_view
 
 _INPLACE_FUNCTIONS = {
@@ -184,7 +184,7 @@ def storages_of(node: object) -> frozenset[int]:
 
 
 def _has_storage(t: torch.Tensor) -> bool:
-    return t.layout == torch.strided and not _compat.is_wrapped(t)
+    return t.layout == torch.strided and not _compat_tensors.is_wrapped(t)
 
 
 def written(node: Node, gm: fx.GraphModule) -> list[object] | None:

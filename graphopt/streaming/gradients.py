@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphopt import _compat
+from graphopt import _compat_tensors
 from graphopt.errors import StreamError
 from graphopt.streaming import handles, memory
 from graphopt.streaming.link import Link
@@ -122,12 +122,12 @@ class Gradients:
         away = [(v, g) for e, g in found if not _same(v := views[layer.place[e]], g)]
         self.copied += len(away)
         if away:
-            _compat.foreach_copy([v for v, _ in away], [g for _, g in away])
+            _compat_tensors.foreach_copy([v for v, _ in away], [g for _, g in away])
         again = landing.sum is not None or any(e in landing.fresh for e in entries)
         if again:
             landing.norms.clear()
         elif self.keep_norms:
-            landing.norms.update(zip(entries, _compat.foreach_norm([g for _, g in found])))
+            landing.norms.update(zip(entries, _compat_tensors.foreach_norm([g for _, g in found])))
         if again:
             self._busy[turn] = self._accumulate(layer, landing, entries, slab, updates)
         else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphopt import _compat
+from graphopt import _compat_tensors
 from graphopt.errors import StreamError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _asked(func: Callable[..., Any]) -> str:
 
 
 def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    with _compat.without_torch_function():
+    with _compat_tensors.without_torch_function():
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphopt import _compat
+from graphopt import _compat_tensors
 from graphopt.codegen import adamw_cpp
 from graphopt.codegen.adamw import Hyper, Piece, update_all
 from graphopt.errors import ConfigError, StreamError
@@ -279,7 +279,7 @@ class HostAdamW(torch.optim.Optimizer):
         norms = []
         device = self.engine.link.device
         here = [p for p in self._parameters() if handles.entry_of(p) is None and p.grad is not None]
-        resident = dict(zip(map(id, here), _compat.foreach_norm([p.grad for p in here]) if here else ()))
+        resident = dict(zip(map(id, here), _compat_tensors.foreach_norm([p.grad for p in here]) if here else ()))
         for p in self._parameters():
             entry = handles.entry_of(p)
             if id(p) in resident:

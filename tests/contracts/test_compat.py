@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from graphopt import _compat, _compat_capture
+from graphopt import _compat, _compat_capture, _compat_tensors
 
 
 def test_inductor_compile_takes_options_by_keyword() -> None:
@@ -327,10 +327,10 @@ def test_containers_foreach_and_subclasses() -> None:
     assert _compat.tree_map(lambda x: x + 1, tree) == {"a": [2, 3], "b": (4,)}
     assert _compat.tree_leaves(tree) == [1, 2, 3]
     into, sources = [torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16)], [torch.randn(3), torch.full((2,), 3.0)]
-    _compat.foreach_copy(into, sources)
+    _compat_tensors.foreach_copy(into, sources)
     assert torch.equal(into[0], sources[0])
     assert into[1].tolist() == [3.0, 3.0]
-    norms = _compat.foreach_norm([torch.tensor([3.0, 4.0], dtype=torch.bfloat16)])
+    norms = _compat_tensors.foreach_norm([torch.tensor([3.0, 4.0], dtype=torch.bfloat16)])
     assert norms[0].dtype == torch.float32
     assert norms[0].item() == 5.0
 
@@ -339,15 +339,15 @@ def test_containers_foreach_and_subclasses() -> None:
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             raise AssertionError("called")
 
-    with _compat.without_torch_function():
+    with _compat_tensors.without_torch_function():
         assert Loud(torch.ones(2)).sum().item() == 2.0
 
 
 def test_wrapped_tensors_and_operators() -> None:
     seen = []
-    torch.func.vmap(lambda x: seen.append(_compat.is_wrapped(x)) or x)(torch.ones(2, 3))
+    torch.func.vmap(lambda x: seen.append(_compat_tensors.is_wrapped(x)) or x)(torch.ones(2, 3))
     assert seen == [True]
-    assert not _compat.is_wrapped(torch.ones(2))
+    assert not _compat_tensors.is_wrapped(torch.ones(2))
     assert isinstance(torch.ops.aten.mm.default, _compat.OpOverload)
     assert isinstance(torch.ops.higher_order.cond, _compat.HigherOrderOperator)
 

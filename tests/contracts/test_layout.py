@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"graphopt": "graphopt", "graphopt.passes": "passes", "graphopt.codegen": "codegen", "graphopt.schedule": "schedule"}
 # modules of graphopt/ that stand below all four: they import nothing of ours
-COMPAT = ("_compat", "_compat_capture", "_compat_triton")
+COMPAT = ("_compat", "_compat_capture", "_compat_tensors", "_compat_triton")
 LEAVES = {"graphopt.errors", *(f"graphopt.{name}" for name in COMPAT)}
 
 

@@ -148,6 +148,8 @@ def test_dsa_trains_offset_heads_and_saves_them(data: Path, common, tmp_path: Pa
     model = WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(tmp_path / "transformer"))
     graphopt.dsa.convert(model, tmp_path / "transformer")
     model.load_state_dict(saved)
+    finished(tmp_path / "compiled", *common, *COMPILED, "--dsa", "1", "3", "3")  # images and videos, each a graph
+    assert close(losses(tmp_path), losses(tmp_path / "compiled"), 1e-5)
     finished(tmp_path / "lora", *common, *EAGER, "--dsa", "1", "3", "3", "--lora", "2")
     assert load_file(tmp_path / "lora" / "transformer" / "graphopt_dsa_heads.safetensors").keys() == heads
 
