@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphopt
-from graphopt import backend, config, reporting
 
 D = 32
 
@@ -369,36 +368,3 @@ def test_an_autograd_function() -> None:
     got.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 6.0))
     assert counts(f) == ((0, 0) if torch.__version__.startswith("2.11.") else (1, 0))  # 2.11 does not show its body
-
-
-@pytest.mark.parametrize("target", [None, "sm90"])
-def test_tokens_kept_by_a_mask(target: str | None) -> None:
-    """How many there are depends on data: the size has no value when the graph is compiled."""
-
-    class Kept(Block):
-        def forward(self, x, t, keep):
-            tokens = x[keep]
-            each = t[:1].expand(tokens.shape[0], D)
-            return super().forward(tokens[None], t[:1]) + adaln(tokens, each, each)
-
-    module, record = Kept(D), reporting.GraphRecord("0/0", [])
-    x, t = operands()
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        if target is not None:
-            pytest.importorskip("triton")
-            settings = config.Config(select="all", on_error="raise")
-
-            def capture(gm, inputs):
-                backend.rewrite(gm, settings, record, target=target)
-                return gm.forward
-
-            torch.compile(module, backend=capture, fullgraph=True)(x, t, torch.rand(2, 24) > 0.4)
-            assert [s.status for s in record.sites] == ["rewritten"] * 5
-            return
-        f = compiled(module, fullgraph=True)
-        for _ in range(2):
-            keep = torch.rand(2, 24) > 0.4
-            got, want = (step(lambda x, t: g(x, t, keep), module.parameters(), x, t) for g in (f, module))
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert len(graphopt.report(f).graphs) == 1
-    assert counts(f) == (3, 2)
