@@ -58,7 +58,8 @@ def make(name: str, sizes: Mapping[str, int] | None = None) -> Made:
     sizes = dict(sizes or {})
     if name in BUILTIN:
         return builtin(name, sizes)
-    if ":" not in name:
+    module, colon, factory = name.partition(":")
+    if not colon or not module or not factory:
         raise ConfigError(
             f"there is no built-in model {name!r}",
             remedy=f"{nearest(name, list(BUILTIN))} For your own: package.module:factory",

@@ -181,12 +181,14 @@ class Report:
         graphs, missed = [asdict(g) for g in self.graphs], [asdict(m) for m in self.missed]
         return json.dumps({"version": VERSION, "graphs": graphs, "missed": missed}, indent=indent)
 
-    def to_html(self, path: str | Path, title: str = "graphopt report") -> Path:
-        """Write the report as one self-contained page.  (`graphopt.inspect(..).to_html` also shows the graphs.)"""
+    def to_html(self, path: str | Path | None = None, title: str = "graphopt report") -> str:
+        """One self-contained page, also written to `path`.  (`graphopt.inspect(..).to_html` also shows the graphs.)"""
         from graphopt.inspecting import page
 
-        write(path, page.render(self, title))
-        return Path(path)
+        made = page.render(self, title)
+        if path is not None:
+            write(path, made)
+        return made
 
     def summary(self) -> str:
         """One line."""

@@ -71,6 +71,8 @@ def test_questions(here: Path) -> None:
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["wan-14"], 2, "did you mean 'wan-14b'"),
     (["their_cli_models:mak"], 2, "did you mean 'make'"),
+    ([":make"], 2, "For your own: package.module:factory"),
+    (["their_cli_models:"], 2, "For your own: package.module:factory"),
     (["their_cli_models:make", "--why", "linea"], 2, "did you mean 'linear'"),
     (["their_cli_models:make", "--diff", "adalm"], 2, "did you mean 'adaln'"),
     (["their_cli_models:make", "--shape", "rows"], 2, "name=number"),
