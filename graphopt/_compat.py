@@ -223,7 +223,7 @@ def forward_mode_ad() -> str | None:
 
 
 def has_tangent(args: tuple[Any, ...]) -> bool:
-    """Does one of the arguments of a compiled graph carry a tangent of forward-mode AD?"""
+    """Does one of these arguments carry a tangent of forward-mode AD?"""
     if forward_ad._current_level < 0:
         return False
     return any(isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)

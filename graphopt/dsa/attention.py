@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphopt import _compat
 from graphopt.codegen.dsa import checks, engines, scatter
+from graphopt.errors import ConfigError
 from graphopt.passes.video_compose import compose, form_of
 
 Grid = tuple[int, int, int]
@@ -49,10 +51,13 @@ def video_attention(
         [B, heads, N, D] with q's dtype.
 
     Raises:
-        ConfigError: sizes that do not fit, masks, dropout, causal attention.
+        ConfigError: sizes that do not fit, masks, dropout, causal attention, forward-mode AD.
     """
     if not torch.compiler.is_compiling():
         checks.tensors(q, k, v, offsets, scale)
+        if _compat.has_tangent((q, k, v, offsets)):  # torch would drop it without a word
+            raise ConfigError("forward-mode AD: video attention has reverse-mode derivatives only",
+                              where="video_attention", remedy="use backward(), torch.autograd.grad or torch.func.vjp")
         grid, window = checks.sizes(grid, "a grid"), checks.sizes(window, "a window")
     masked = attn_mask is not None and selects_text(attn_mask, q, text)
     checks.refuse_options(None if masked else attn_mask, dropout_p, is_causal)

@@ -183,3 +183,20 @@ def test_the_reason_is_told() -> None:
     assert graphopt.dsa.explain(q, grid=(3, 9, 9)).engine == "reference"
     assert "meta" in graphopt.dsa.explain(q, grid=(3, 9, 9)).reason
     assert "whole grid" in graphopt.dsa.explain(q, grid=(2, 3, 4)).reason
+
+
+@pytest.mark.parametrize("of", ["q", "k", "v", "offsets"])
+def test_no_tangent_is_dropped(of: str) -> None:
+    """Forward-mode AD: torch gives operators without such a formula no tangent, and says nothing."""
+    given = {n: torch.randn(1, 2, 24, 16) for n in "qkv"} | {"offsets": torch.zeros(1, 2, 24, 3)}
+    with torch.autograd.forward_ad.dual_level():
+        given[of] = torch.autograd.forward_ad.make_dual(given[of], torch.randn_like(given[of]))
+        with pytest.raises(ConfigError, match="forward-mode"):
+            graphopt.dsa.video_attention(**given, grid=(2, 3, 4), window=(1, 3, 3))
+
+    def attend(x):
+        return graphopt.dsa.video_attention(**{**given, of: x}, grid=(2, 3, 4), window=(1, 3, 3))
+
+    x = torch.randn_like(given[of])
+    with pytest.raises(ConfigError, match="forward-mode"):
+        torch.func.jvp(attend, (x,), (torch.ones_like(x),))
