@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt import _compat
+from graphopt import _compat, _compat_tensors
 from graphopt.codegen.dsa import checks, engines, scatter
 from graphopt.errors import ConfigError
 from graphopt.passes.video_compose import compose, form_of
@@ -51,13 +51,12 @@ def video_attention(
         [B, heads, N, D] with q's dtype.
 
     Raises:
-        ConfigError: sizes that do not fit, masks, dropout, causal attention, forward-mode AD.
+        ConfigError: sizes that do not fit, masks, dropout, causal attention, forward-mode AD, transforms of
+            torch.func.
     """
     if not torch.compiler.is_compiling():
         checks.tensors(q, k, v, offsets, scale)
-        if _compat.has_tangent((q, k, v, offsets)):  # torch would drop it without a word
-            raise ConfigError("forward-mode AD: video attention has reverse-mode derivatives only",
-                              where="video_attention", remedy="use backward(), torch.autograd.grad or torch.func.vjp")
+        _refuse_transforms(q, k, v, offsets)
         grid, window = checks.sizes(grid, "a grid"), checks.sizes(window, "a window")
     masked = attn_mask is not None and selects_text(attn_mask, q, text)
     checks.refuse_options(None if masked else attn_mask, dropout_p, is_causal)
@@ -67,6 +66,17 @@ def video_attention(
     if form.engine == "reference" and q.device.type == "cuda" and not torch.compiler.is_compiling():
         _tell(_choice(q, offsets, grid, window, boundary).reason)
     return compose(_call, form, q, k, v, offsets, attn_mask, grid, text, padding)
+
+
+def _refuse_transforms(*tensors: Tensor | None) -> None:
+    """ConfigError for forward-mode AD, whose tangents torch would drop without a word, and for torch.func."""
+    if _compat.has_tangent(tensors):
+        raise ConfigError("forward-mode AD: video attention has reverse-mode derivatives only", where="video_attention",
+                          remedy="use backward() or torch.autograd.grad")
+    if any(t is not None and _compat_tensors.is_wrapped(t) for t in tensors):
+        raise ConfigError("torch.func's grad, vjp and vmap do not go through operators with a derivative of their own",
+                          where="video_attention",
+                          remedy="use backward() or torch.autograd.grad; a batch instead of vmap")
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -187,7 +187,7 @@ def test_the_reason_is_told() -> None:
 
 @pytest.mark.parametrize("of", ["q", "k", "v", "offsets"])
 def test_no_tangent_is_dropped(of: str) -> None:
-    """Forward-mode AD: torch gives operators without such a formula no tangent, and says nothing."""
+    """Forward-mode AD: torch gives operators without such a formula no tangent, and says nothing.  Nor torch.func."""
     given = {n: torch.randn(1, 2, 24, 16) for n in "qkv"} | {"offsets": torch.zeros(1, 2, 24, 3)}
     with torch.autograd.forward_ad.dual_level():
         given[of] = torch.autograd.forward_ad.make_dual(given[of], torch.randn_like(given[of]))
@@ -200,3 +200,7 @@ def test_no_tangent_is_dropped(of: str) -> None:
     x = torch.randn_like(given[of])
     with pytest.raises(ConfigError, match="forward-mode"):
         torch.func.jvp(attend, (x,), (torch.ones_like(x),))
+    with pytest.raises(ConfigError, match="torch.func"):
+        torch.func.grad(lambda x: attend(x).sum())(x)
+    with pytest.raises(ConfigError, match="torch.func"):
+        torch.func.vmap(attend)(x[None])
