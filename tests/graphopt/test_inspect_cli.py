@@ -110,8 +110,8 @@ def test_a_write_that_fails_half_way_keeps_the_old_file(here: Path, monkeypatch)
 
 SWALLOWED = """
 import sys, time
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     time.sleep(120)
 except BaseException:
     print("swallowed", file=sys.stderr, flush=True)
