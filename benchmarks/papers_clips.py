@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import stream_step
 import torch
 from _results import save
+from _turns import wait_for
 
 import graphopt
 
@@ -156,14 +156,6 @@ def search(
         yield T, found[T]
 
 
-def wait_for(files: list[Path], end: float) -> None:
-    """Until all are there: others measure first.  SystemExit when time is over, for then their memory may be in use."""
-    while missing := [f for f in files if not f.exists()]:
-        if time.monotonic() > end:
-            sys.exit(f"time is over and {', '.join(f.name for f in missing)} not there: nothing measured")
-        time.sleep(0.05)
-
-
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--system", choices=SYSTEMS, required=True)
@@ -205,7 +197,7 @@ def main() -> None:
         a.ready.touch()
     if a.warm:
         return
-    wait_for([Path(f) for f in a.after.split(",") if f], begun + a.seconds)
+    wait_for([Path(f) for f in a.after.split(",") if f], begun + a.seconds - time.monotonic())
     for T, row in search(run, start, capacity, a.seconds - (time.monotonic() - begun)):
         row = dict(figure="clip", system=a.system, shape=[T, H, W], layers=a.layers, width=a.width,
                    params_b=round(params, 3), tokens=T * H * W, frames=4 * T - 3,

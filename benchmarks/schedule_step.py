@@ -42,6 +42,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import _results  # noqa: E402
 import schedule_data as data  # noqa: E402
+from _turns import wait_for  # noqa: E402
 from schedule_fit import (  # noqa: E402
     ROWS,
     cache_hits,
@@ -239,16 +240,6 @@ def simulate_only(o: argparse.Namespace) -> None:
         rows = simulated(fit_of(fitted), o, common, partial(print, fitted["system"], flush=True))
         print(path := schedule.save(rows, o.machine, folder=o.plans_from.parent))
         write_json(path, {**json.loads(path.read_text()), **head})
-
-
-def wait_for(files: list[Path], seconds: float) -> None:
-    """Return when all files are there.  SystemExit after `seconds`: whoever makes the missing ones has died."""
-    end = time.monotonic() + seconds
-    while missing := [str(f) for f in files if not f.exists()]:
-        if time.monotonic() > end:
-            raise SystemExit(f"--after: {', '.join(missing)} not there after {seconds:.0f} s: the job that makes it "
-                             "has ended without; run this one alone, without --after")
-        time.sleep(0.2)
 
 
 def numbers(kind: type) -> Callable[[str], list]:

@@ -181,8 +181,7 @@ def code_of(compiled: Any) -> CodeType | None:
     """The code object of what was compiled: a function's, a method's, or a module's forward."""
     inner = compiled.func if isinstance(compiled, functools.partial) else compiled
     inner = getattr(inner, "_orig_mod", inner)
-    inner = getattr(inner, "forward", inner)
-    # also of `model.forward = torch.compile(model.forward)`
+    inner = getattr(inner, "forward", inner)  # torch.compile may have been given just that
     inner = getattr(inner, "_torchdynamo_orig_callable", inner)
     return getattr(getattr(inner, "forward", inner), "__code__", None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -78,19 +79,19 @@ class Facts:
     @cached_property
     def live(self) -> frozenset[Node]:
         """The nodes whose values something reads in the end: a result of the graph, a write, what returns no tensor."""
-        writes = {w.node for w in self.writes}
-        todo = [n for n in self.graph.nodes if n in writes or n.op == "output" or not _is_value(n)]
-        seen: set[Node] = set()
-        while todo:
-            node = todo.pop()
-            if node not in seen:
-                seen.add(node)
-                todo += node.all_input_nodes
-        return frozenset(seen)
+        return self._behind_what_is_read(lambda node: node.all_input_nodes)
 
     @cached_property
     def _differentiated(self) -> frozenset[Node]:
         """As `live`, but not back through what cuts gradients off (detach, no_grad, a size)."""
+
+        def inputs(node: Node) -> list[Node]:
+            v = ops_view.value(node)
+            return values_read(node) if v is None or v.requires_grad else []
+
+        return self._behind_what_is_read(inputs)
+
+    def _behind_what_is_read(self, inputs: Callable[[Node], list[Node]]) -> frozenset[Node]:
         writes = {w.node for w in self.writes}
         todo = [n for n in self.graph.nodes if n in writes or n.op == "output" or not _is_value(n)]
         seen: set[Node] = set()
@@ -98,8 +99,7 @@ class Facts:
             node = todo.pop()
             if node not in seen:
                 seen.add(node)
-                v = ops_view.value(node)
-                todo += values_read(node) if v is None or v.requires_grad else []
+                todo += inputs(node)
         return frozenset(seen)
 
     def gets_gradient(self, node: Node) -> bool:
