@@ -117,7 +117,7 @@ def _backward(spec: KernelSpec, programs_per_sm: int | None) -> Configuration:
     warps = max(warps, least)
     if D <= 1400:
         per_sm = 2 if wide else 4
-    elif _waits(spec):  # the second program's rows move meanwhile: 0.61 to 0.90 for F4, 0.74 to 0.93 for F5 at 1536
+    elif _waits(spec):  # the second program's rows move meanwhile: 0.61 to 0.89 for F4, 0.74 to 0.93 for F5 at 1536
         warps, per_sm = min(warps, 4), 2
     else:
         per_sm = 1 if wide or D >= 2560 else 2 if D >= 2048 else 3
