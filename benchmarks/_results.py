@@ -63,7 +63,7 @@ def save(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...], ceilings:
 
 def command(argv: list[str]) -> str:
     """What was typed, without where its rows go: they stand in that file."""
-    words = [w for i, w in enumerate(argv[1:], 1) if w != "--out" and argv[i - 1] != "--out"]
+    words = [w for i, w in enumerate(argv[1:], 1) if not {w, argv[i - 1]} & {"--out", "--state"}]
     return " ".join(["python", f"benchmarks/{Path(argv[0]).name}", *words])
 
 

@@ -112,5 +112,5 @@ def test_a_files_command_is_without_where_its_rows_went() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from _results import command
 
-    assert command(["/tmp/x/step.py", "--models", "wan", "--out", "/tmp/y", "--rounds", "5"]) == (
+    assert command(["/tmp/x/step.py", "--models", "wan", "--state", "/tmp/z", "--out", "/tmp/y", "--rounds", "5"]) == (
         "python benchmarks/step.py --models wan --rounds 5")
