@@ -91,13 +91,13 @@ def test_inverse_root(fusion: str, device: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.inf, 3e38, torch.nan])
 def test_a_row_that_overflows(value: float, device: str) -> None:
-    """NaN only where eager has it: the root of an infinite variance is no reason."""
+    """NaN only where eager on a CPU has it: the root of an infinite variance is no reason."""
     form = sized(replace(plain("norm_modulate"), norm="rms_norm", outputs="scale"), (1, 1, 3))
     t = operands(form, torch.float32, shape=(1, 1, 3), device=device)
     t["x"] = torch.tensor([[[1.0, value, 2.0]]], device=device)
     got = call(form, t, *attributes(form, torch.float32), engine="triton")[0]
-    want = torch.nn.functional.rms_norm(t["x"], (3,), None, 1e-6)
-    assert torch.equal(got.isnan(), want.isnan())
+    want = torch.nn.functional.rms_norm(t["x"].cpu(), (3,), None, 1e-6)  # CUDA's own kernel has NaN in the whole row
+    assert torch.equal(got.isnan().cpu(), want.isnan())
 
 
 def near_zero(device: str) -> Iterator[dict]:
