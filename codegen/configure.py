@@ -117,6 +117,8 @@ def _backward(spec: KernelSpec, programs_per_sm: int | None) -> Configuration:
     warps = max(warps, least)
     if D <= 1400:
         per_sm = 2 if wide else 4
+    elif _waits(spec):  # the second program's rows move meanwhile: 0.61 to 0.89 for F4, 0.74 to 0.93 for F5 at 1536
+        warps, per_sm = min(warps, 4), 2
     else:
         per_sm = 1 if wide or D >= 2560 else 2 if D >= 2048 else 3
     if not spec.sums and not wide and D > 4096:
@@ -130,13 +132,28 @@ def _backward(spec: KernelSpec, programs_per_sm: int | None) -> Configuration:
     equal = warps * 128 if D < 2048 and D % (warps * 128) == 0 and D % (warps * 256) else warps * 256
     blocks = cut(D, equal)
     padded = -(-D // equal) * equal
-    if len(set(blocks)) > 1 and spec.branch_normed and 1400 < D <= 4096 and 3 * padded <= 4 * D:
+    if len(set(blocks)) > 1 and spec.branch_normed and per_sm == 1 and 1400 < D <= 4096 and 3 * padded <= 4 * D:
         blocks = (equal,) * (padded // equal)
     # fp32 factors beside 16-bit rows change their layout through shared memory, one sub-block at a time
     scratch = 4 * max(blocks) * min(per_sm, 4) if any(spec.per_token(f) for f in spec.factors) else 0
     if (stages - 1) * row_bytes + scratch > ring_limit(spec.target):
         stages = 0
     return Configuration(blocks, warps, stages, per_sm, joint=warps <= 4 or D <= 4096)
+
+
+def _waits(spec: KernelSpec) -> bool:
+    """Does one program on a multiprocessor reduce a row for longer than memory moves it?
+
+    So it is for narrow 16-bit rows with nothing beside them: two norms in a row (F5), or several gradients and nothing
+    gated (F4: as long a chain as F2's, four units of traffic for its six).  Two programs of 4 warps must fit in the
+    registers; 1.1 is F5 at 2432, the fastest with 8 bytes of spills (a layer norm would spill 100).  Addends are left
+    out: they keep the grid.
+    """
+    long = len(spec.streams) >= 3 and (spec.branch_normed or (len(spec.outputs) > 1 and not spec.gated))
+    narrow = spec.D < 2560 and all(spec.dtype(t).itemsize == 2 for t in spec.rows_out)
+    most = PER_THREAD * (1.1 if spec.norm == "rms_norm" else 1.0)
+    fits = spec.D * live_values(spec.without_addends) <= most * 32 * 4
+    return long and narrow and fits and not any(spec.per_token(f) for f in spec.factors)
 
 
 def _fewest_warps(spec: KernelSpec) -> int:

@@ -73,7 +73,7 @@ def norm_modulates_backward(DY, DY2, DY3, H, SCALE, SCALE2, DX, MEAN, RSTD, PART
     sum_scale_2 = tl.zeros([512], tl.float32)
     sum_shift_2 = tl.zeros([512], tl.float32)
     sum_scale2_2 = tl.zeros([512], tl.float32)
-    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=6):
+    for step in tl.range(tl.program_id(0) % P, N, P, num_stages=4):
         row = group * N + tl.cast(step, tl.int64)
         dy_0 = tl.load(DY + row * 1536 + c_0).to(tl.float32)
         dy_1 = tl.load(DY + row * 1536 + c_1).to(tl.float32)
