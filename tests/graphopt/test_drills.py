@@ -127,7 +127,8 @@ EAGER, STREAMED = ("--backend", "eager"), ("--stream", "--compiler", "eager")
 @pytest.mark.parametrize(("how", "kills", "steps", "longest"), [
     pytest.param(EAGER, 3, 8, 2.0, id="eager-3"), pytest.param(STREAMED, 2, 5, 8.0, id="streamed-2"),
     pytest.param(EAGER, 20, 40, 2.0, id="eager-20", marks=pytest.mark.nightly),
-    pytest.param(STREAMED, 20, 40, 20.0, id="streamed-20", marks=pytest.mark.nightly)])
+    pytest.param(STREAMED, 20, 40, 20.0, id="streamed-20", marks=pytest.mark.nightly),
+    pytest.param((*STREAMED, "--bf16", "--lora", "2"), 5, 12, 15.0, id="streamed-lora-5", marks=pytest.mark.nightly)])
 def test_training_killed_at_any_moment_is_training_uninterrupted(
         tmp_path: Path, how: tuple[str, ...], kills: int, steps: int, longest: float) -> None:
     """Checkpoints at every step, so that most kills fall into one."""
