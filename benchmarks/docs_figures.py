@@ -2,9 +2,9 @@
 
     python benchmarks/docs_figures.py [PAGE ..]
 
-A figure is a number with a decimal point outside code blocks; it is found if a number of the files rounds to it, as it
-is or in per cent, milli, mega, giga or GiB.  What is left are ratios, bounds, versions and sizes, or a figure that a
-newer run has changed: docs/benchmarks.md and docs/papers.md are made from the files and need no look.
+A figure is a number with a decimal point or a unit, outside code blocks; it is found if a number of the files rounds to
+it, as it is or in per cent, milli, mega, giga or GiB.  What is left are ratios, bounds, versions and sizes, or a figure
+that a newer run has changed: docs/benchmarks.md and docs/papers.md are made from the files and need no look.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from _results import ROOT
 
 MADE = ("benchmarks.md", "papers.md")
 SCALES = (1, 100, 1e3, 1e-3, 1e6, 1e-6, 1e-9, 2.0**-30)
-FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*\.\d+(?:e-?\d+)?)(?![\w.]*\d)")
+FIGURE = re.compile(r"(?<![\w.,])(\d[\d,]*\.\d+(?:e-?\d+)?(?![\w.]*\d)"
+                    r"|\d[\d,]*(?= (?:ns|us|ms|MB|GB|MiB|GiB|TB/s|GB/s|%)(?!\w)))")
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -36,7 +37,7 @@ def numbers(value: Any) -> Iterator[float]:
 def has(values: list[float], figure: str) -> bool:
     """Whether a number of the sorted `values` rounds to the figure in some unit."""
     mantissa, _, exponent = figure.replace(",", "").partition("e")
-    half = 0.5001 * 10.0 ** (int(exponent or 0) - len(mantissa.split(".")[1]))
+    half = 0.5001 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
     value = float(figure.replace(",", ""))
     for scale in SCALES:
         at = bisect.bisect_left(values, (value - half) / scale)

@@ -9,6 +9,7 @@ on the GPU: with prefetch, then masters, moments and gradients of a layer go up,
 layers in flight.
 MFU counts the forward three times (HFU four: a layer is recomputed), by torch's counter, over 989 TFLOP/s.
 forward: without gradients, streams overlapped against one stream and one slot.
+--warm: compile and end; a run with the same cache folder then times at once, and that alone needs the host to itself.
 """
 
 from __future__ import annotations
@@ -194,6 +195,21 @@ def forwards(width: str, layers: list[int], grids: list[tuple[int, int, int]], s
         del model, engine, step
 
 
+def warm(parts: list[str], width: str, layers: int, sizes: list[int], grids: list[tuple[int, int, int]],
+         slots: int) -> None:
+    """One step per grid and one forward: layers are one code, however many."""
+    text = stream_step.WIDTHS[width]["text_dim"]
+    if "mfu" in parts:
+        model, engine, step, _ = streamed(width, layers, slots)
+        for grid in grids:
+            stream_step.steps(step, inputs(grid, text), stream_step.Nothing(model, engine), 1, 1)
+        del model, engine, step
+    if "forward" in parts:
+        step = streamed(width, sizes[0], slots)[2]
+        with torch.no_grad():
+            step(**inputs(grids[0], text))
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("parts", nargs="+", choices=["mfu", "forward"])
@@ -203,10 +219,13 @@ def main() -> None:
     p.add_argument("--grids", default="5x30x52,21x30x52", help="of mfu; forward takes the first")
     p.add_argument("--slots", type=int, default=3)
     p.add_argument("--steps", type=int, default=4)
+    p.add_argument("--warm", action="store_true")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
     grids = [tuple(int(x) for x in g.split("x")) for g in a.grids.split(",")]
     sizes = [int(x) for x in a.sizes.split(",")]
+    if a.warm:
+        return warm(a.parts, a.width, a.layers, sizes, grids, a.slots)
     begun = time.perf_counter()
     rows = {"mfu": lambda: mfu(a.width, a.layers, grids, a.slots, a.steps),
             "forward": lambda: forwards(a.width, sizes, grids, a.slots, a.steps)}

@@ -87,7 +87,7 @@ class Checkpoints:
                     shutil.rmtree(left)
             _together()
             if isinstance(opt, HostAdamW):
-                streamed.save_checkpoint(model, opt, part)
+                streamed.save_checkpoint(model, opt, part, frozen=not self.options.ignore_frozen_params)
             else:
                 weights, moments = get_state_dict(model, opt, options=self.options)
                 with warnings.catch_warnings():
@@ -160,7 +160,7 @@ class Checkpoints:
         if loader is not None:
             loader.load_state_dict(own["loader"])
         if isinstance(opt, HostAdamW):
-            streamed.load_checkpoint(model, opt, path)
+            streamed.load_checkpoint(model, opt, path, frozen=not self.options.ignore_frozen_params)
         else:
             weights, moments = get_state_dict(model, opt, options=self.options)
             together = dist.is_available() and dist.is_initialized()
@@ -219,12 +219,12 @@ class Checkpoints:
         except Exception as e:  # a pickle of another torch may raise anything
             raise CheckpointError(f"its index cannot be read: {type(e).__name__}: {e}", where=str(path),
                                   remedy="resume with the torch it was written with") from e
-        there = {k.removeprefix("model."): tuple(v.size) for k, v in metadata.items()
-                 if k.startswith("model.") and hasattr(v, "size")}
-        frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+        frozen = {_plain(n) for n, p in model.named_parameters() if not p.requires_grad}
         skip = frozen if self.options.ignore_frozen_params else set()
+        there = {k.removeprefix("model."): tuple(v.size) for k, v in metadata.items()
+                 if k.startswith("model.") and hasattr(v, "size") and k.removeprefix("model.") not in skip}
         here = {_plain(k): tuple(v.shape) for k, v in model.state_dict().items()
-                if isinstance(v, torch.Tensor) and k not in skip}
+                if isinstance(v, torch.Tensor) and _plain(k) not in skip}
         differs = sorted(k for k in {*there, *here} if there.get(k) != here.get(k))
         if differs:
             name = differs[0]

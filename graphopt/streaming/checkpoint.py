@@ -34,29 +34,30 @@ class Part(NamedTuple):
     take: Callable[[torch.Tensor], None]
 
 
-def save_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.PathLike) -> None:
+def save_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.PathLike, frozen: bool = True) -> None:
     """Write model and optimizer with torch.distributed.checkpoint: `model.<name>` and `optimizer.<name>/<state>`.
 
-    Beside the host store it takes the memory of the largest tensor.
+    Beside the host store it takes the memory of the largest tensor.  frozen: parameters that are not trained, too.
     """
     optimizer.check_whole()
     optimizer.flush()
-    parts = {k: p for k, p in _parts(model, optimizer) if not _untouched(optimizer, k, model)}
+    leave = set() if frozen else _frozen(model)
+    parts = {k: p for k, p in _parts(model, optimizer) if k not in leave and not _untouched(optimizer, k, model)}
     giving = {k: (p.shape, p.dtype, p.give) for k, p in parts.items()}
     dcp.write(giving, {GROUPS: json.dumps(_groups(optimizer))}, folder)
 
 
-def load_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.PathLike) -> None:
+def load_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.PathLike, frozen: bool = True) -> None:
     """Read what `save_checkpoint` wrote; training goes on bit by bit as it would have.
 
-    Names and shapes are checked before anything is written.  Raises StreamError if the checkpoint is not of this model
-    and optimizer.
+    Names and shapes are checked before anything is written.  frozen: False lets parameters that are not trained be
+    absent (they keep the values they have).  Raises StreamError if it is not of this model and optimizer.
     """
     optimizer.flush()
     found = {k: about[0] for k, about in dcp.shapes(folder).items() if about is not None}
     parts = _places(model, optimizer)
     given = json.loads(dcp.text(folder, GROUPS))
-    _check(found, parts, given, optimizer)
+    _check(found, parts, given, optimizer, set() if frozen else _frozen(model))
     for mine, theirs in zip(optimizer.param_groups, given):
         mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in theirs.items() if k != "params"})
     optimizer.abandon()
@@ -73,9 +74,10 @@ def load_checkpoint(model: nn.Module, optimizer: HostAdamW, folder: str | os.Pat
 
 
 def _check(
-    found: dict[str, tuple[int, ...]], parts: dict[str, Part], given: list[dict[str, Any]], optimizer: HostAdamW
+    found: dict[str, tuple[int, ...]], parts: dict[str, Part], given: list[dict[str, Any]], optimizer: HostAdamW,
+    optional: set[str],
 ) -> None:
-    missing = [k for k in parts if k.startswith("model.") and k not in found]
+    missing = [k for k in parts if k.startswith("model.") and k not in found and k not in optional]
     unknown = [k for k in found if k not in parts]
     bad = [k for k, shape in found.items() if k in parts and tuple(shape) != tuple(parts[k].shape)]
     for what, names in (("missing", missing), ("unknown here", unknown), ("of another shape", bad)):
@@ -92,6 +94,11 @@ def _check(
 def _groups(optimizer: HostAdamW) -> list[dict[str, Any]]:
     return [{k: len(v) if k == "params" else float(v) if isinstance(v, torch.Tensor) else v for k, v in g.items()}
             for g in optimizer.param_groups]
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    """Keys of the parameters that are not trained."""
+    return {f"model.{n}" for n, p in model.named_parameters() if not p.requires_grad}
 
 
 def _parts(model: nn.Module, optimizer: HostAdamW) -> Iterator[tuple[str, Part]]:

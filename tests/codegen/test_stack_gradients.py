@@ -99,6 +99,26 @@ def test_left_alone(device: str, why: str) -> None:
     assert launches(gm) == ["norm_modulate_backward"]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_left_alone_where_the_peak_would_rise(device: str, elsewhere: bool) -> None:
+    """What dies between two kernels: a tensor as large as the stack, whose end makes room for it, or not (the peak is
+    elsewhere then, and the stack may be there early)."""
+    b = Builder(device)
+    big = b.call(aten.mm.default, b.tensor(torch.zeros(96, 1)), b.tensor(torch.zeros(1, 64)))
+    first = b.backward(1, 6, 64)
+    used = b.call(aten.mm.default, b.tensor(torch.zeros(1, 96)), big)
+    second = b.backward(1, 6, 64)
+    pieces = [b.call(aten.unsqueeze.default, m[n], 2) for m, n in (
+        (first, "DSHIFT"), (first, "DSCALE"), (second, "DSHIFT"), (second, "DSCALE"))]
+    more = []
+    if elsewhere:
+        huge = b.call(aten.mm.default, b.tensor(torch.zeros(400, 1)), b.tensor(torch.zeros(1, 64)))
+        more = [b.call(aten.mm.default, b.tensor(torch.zeros(1, 400)), huge)]
+    stack = b.call(aten.cat.default, pieces, 2)
+    sums = b.call(aten.mm.default, b.tensor(torch.zeros(1, 6)), b.call(aten.view.default, stack, [6, 256]))
+    same(b.done(first["DX"], second["DX"], used, sums, *more), int(elsewhere))
+
+
 def test_every_stage_of_a_stack_has_memory_of_its_own(device: str) -> None:
     """Inductor lets a kernel write in place where nothing that shares the argument's memory is read later: had the stages
     one value in common, it would clone the stack from the second kernel on (seen on an H200)."""

@@ -104,8 +104,9 @@ def test_figures_that_no_named_file_has_are_listed() -> None:
 
     files = {"h200/step.json": [242.4155, 0.0371, 12.6e9]}
     page = ("# A\n242.4 ms, 3.7 %, 11.7 GiB and 249.7 ms (`benchmarks/results/h200/step.json`)\n```\n9.9\n```\n"
-            "## B\n1.030x of 242.4 ms\n## C\nnothing\n")
-    assert list(unfound(page, files)) == [("# A", ["h200/step.json"], ["249.7"]), ("## B", [], ["1.030", "242.4"])]
+            "## B\n1.030x of 242.4 ms\n## C\nnothing\n## D\n242 ms, 13 GB, 113 ms of 40 blocks (`h200/step.json`)\n")
+    assert list(unfound(page, files)) == [("# A", ["h200/step.json"], ["249.7"]), ("## B", [], ["1.030", "242.4"]),
+                                          ("## D", ["h200/step.json"], ["113"])]
 
 
 def test_a_files_command_is_without_where_its_rows_went() -> None:

@@ -115,6 +115,20 @@ def test_two_processes_learn_the_same(data: Path, tmp_path: Path, environment: d
     assert config["_class_name"] == "WanTransformer3DModel"
 
 
+def test_under_autocast_it_learns_the_same_but_for_rounding(data: Path, common, tmp_path: Path) -> None:
+    finished(tmp_path, *common, *COMPILED, "--bf16")
+    assert close(losses(data.parent / "straight"), losses(tmp_path), 5e-3)
+    assert losses(data.parent / "straight") != losses(tmp_path)
+
+
+def test_sliding_attention_under_accelerate(data: Path, common, tmp_path: Path) -> None:
+    window = ("--dsa", "1", "3", "3")
+    finished(tmp_path / "plain", *common, *EAGER, *window)
+    finished(tmp_path / "wrapped", *common, *COMPILED, *window, environment=ACCELERATE)
+    assert close(losses(tmp_path / "plain"), losses(tmp_path / "wrapped"), 1e-5)
+    assert weights(tmp_path / "plain").keys() == weights(tmp_path / "wrapped").keys()
+
+
 def test_accelerate_wraps_what_was_compiled_before(data: Path, common, tmp_path: Path) -> None:
     job = finished(tmp_path, *common, *COMPILED, environment=ACCELERATE)
     assert close(losses(data.parent / "straight"), losses(tmp_path), 1e-5)

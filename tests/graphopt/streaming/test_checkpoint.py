@@ -11,8 +11,8 @@ from tiny_dit import TinyDiT, inputs
 from torch import nn
 
 import graphopt
-from graphopt.errors import StreamError
-from graphopt.streaming import checkpoint, loading
+from graphopt.errors import CheckpointError, StreamError
+from graphopt.streaming import checkpoint, dcp, loading
 
 ADAM = dict(lr=1e-2)
 
@@ -211,10 +211,41 @@ def test_dcp_resume_is_exact(dtype, ema, tmp_path) -> None:
         assert all(torch.equal(v, opt2.state_dict()["state"][i][k]) for k, v in s.items()), i
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_frozen_weights_may_stay_out_of_a_jobs_checkpoints(whole, tmp_path) -> None:
+    """As LoRA has them over a base that is elsewhere; a checkpoint that holds the base is read, too."""
+    def make(seed):
+        model = TinyDiT(seed=1)
+        torch.manual_seed(seed)
+        for name, p in model.named_parameters():
+            p.requires_grad_("up" in name)
+            if p.requires_grad:
+                nn.init.normal_(p, std=0.2)
+        return fresh(model)
+
+    straight, opt, step = make(2)
+    train(step, opt, inputs(), steps=2)
+    jobs = graphopt.Checkpoints(tmp_path, about={"lora": 1}, frozen=whole)
+    folder = jobs.save(2, straight, opt)
+    held = {k for k in dcp.shapes(folder) if k.startswith("model.")}
+    everything = {f"model.{n}" for n in straight.state_dict()}  # buffers, too
+    frozen = {f"model.{n}" for n, p in straight.named_parameters() if not p.requires_grad}
+    assert len(everything) > len(frozen) + 4 > 4
+    assert held == (everything if whole else everything - frozen)
+    train(step, opt, inputs(), steps=2, start=2)
+    resumed, opt2, step2 = make(3)
+    assert graphopt.Checkpoints(tmp_path, about={"lora": 1}, frozen=False).restore(resumed, opt2) == 2
+    train(step2, opt2, inputs(), steps=2, start=2)
+    assert differing(resumed.state_dict(), straight.state_dict()) == {}
+    if not whole:
+        with pytest.raises(CheckpointError, match="another model"):
+            graphopt.Checkpoints(tmp_path, about={"lora": 1}).restore(resumed, opt2)
+        with pytest.raises(StreamError, match="missing: model"):
+            checkpoint.load_checkpoint(resumed, opt2, folder)
+
+
 def test_a_checkpoint_holds_no_second_copy(tmp_path, monkeypatch) -> None:
     """Masters are put together one at a time, and read back one at a time."""
-    from graphopt.streaming import dcp
-
     model, opt, step = fresh(TinyDiT(layers=6).bfloat16())
     train(step, opt, tuple(v.bfloat16() for v in inputs()), steps=1)
     made = []
