@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from graphopt.loading import agreement
 from graphopt.loading.loader import PlanLoader
 from graphopt.loading.sampler import PlanBatchSampler
 from graphopt.streaming import checkpoint as streamed
+from graphopt.streaming.dcp import alone
 from graphopt.streaming.optimizer import HostAdamW
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,7 @@ class Checkpoints:
                 streamed.save_checkpoint(model, opt, part, frozen=not self.options.ignore_frozen_params)
             else:
                 weights, moments = get_state_dict(model, opt, options=self.options)
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                with alone():
                     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=part, no_dist=not together)
             if first:
                 files = {p.name: p.stat().st_size for p in part.iterdir()}
@@ -164,8 +163,7 @@ class Checkpoints:
         else:
             weights, moments = get_state_dict(model, opt, options=self.options)
             together = dist.is_available() and dist.is_initialized()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            with alone():
                 dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=not together)
             set_state_dict(
                 model, opt, model_state_dict=weights, optim_state_dict=moments,

@@ -51,7 +51,7 @@ class Runs:
             repeats of the slowest rank), times (all repeats), spread (standard error of the median over it), bytes
             (peak, largest over ranks; None on CPU).
         key: settings the times hold for; a resumed file must have the same.
-        complete: False where the time budget ended the sweep.
+        complete: False where the time budget or a signal ended the sweep.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -158,14 +158,11 @@ def shape_benchmark(
     runs.rows = [r for r in runs.rows if r["status"] != "skipped"]
     todo = [s for s in sweep_order(shapes) if tuple(s) not in done]
     start = time.perf_counter()
-    runs.complete = True
+    runs.complete = False  # so says the file of a sweep that is killed
     with _bar(progress and first, len(todo)) as advance:
-        for shape in todo:
+        for i, shape in enumerate(todo):
             if _agree(time.perf_counter() - start > budget_s, place, together):
-                runs.complete = False
-                log.warning(
-                    "the time budget of %g s ended the sweep with %d shapes left", budget_s, len(todo) - len(runs.rows)
-                )
+                log.warning("the time budget of %g s ended the sweep with %d shapes left", budget_s, len(todo) - i)
                 break
             row: dict[str, Any] = {**shape._asdict(), "S": shape.S}
             smaller = next(
@@ -190,6 +187,8 @@ def shape_benchmark(
                 f"{shape.B} x {shape.S} tokens: {row['status']}"
                 + (f" {row['seconds']:.3g} s" if row["seconds"] else "")
             )
+        else:
+            runs.complete = True
     if path and first:
         runs.save(path)
     return runs

@@ -6,9 +6,11 @@ until then.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +19,14 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 
 Giving = Mapping[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
 Taking = Mapping[str, Callable[[torch.Tensor], None]]
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Without torch's warning that a process without a group saves and loads for itself: so it should."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -62,7 +72,8 @@ class _Taker(DefaultLoadPlanner):
 def write(giving: Giving, texts: Mapping[str, str], folder: str | os.PathLike) -> None:
     """Write tensors and texts; the folder is whole or has no metadata file."""
     state: dict[str, Any] = {k: stand_in(shape, dtype) for k, (shape, dtype, _) in giving.items()}
-    dcp.save({**state, **texts}, checkpoint_id=folder, planner=_Giver(giving), no_dist=True)
+    with alone():
+        dcp.save({**state, **texts}, checkpoint_id=folder, planner=_Giver(giving), no_dist=True)
 
 
 def shapes(folder: str | os.PathLike) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
@@ -77,7 +88,8 @@ def shapes(folder: str | os.PathLike) -> dict[str, tuple[tuple[int, ...], torch.
 def text(folder: str | os.PathLike, key: str) -> str:
     """One text of a checkpoint."""
     wanted: dict[str, Any] = {key: ""}
-    dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+    with alone():
+        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
     return str(wanted[key])
 
 
@@ -85,4 +97,5 @@ def read(taking: Taking, folder: str | os.PathLike) -> None:
     """Hand every tensor that is asked for to what takes it, one at a time."""
     held = shapes(folder)
     state = {k: stand_in(*held[k]) for k in taking}  # type: ignore[misc]
-    dcp.load(state, checkpoint_id=folder, planner=_Taker(taking), no_dist=True)
+    with alone():
+        dcp.load(state, checkpoint_id=folder, planner=_Taker(taking), no_dist=True)

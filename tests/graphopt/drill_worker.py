@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,11 @@ def sweep(folder: Path) -> None:
     runs = graphopt.shape_benchmark(step, SHAPES, budget_s=1e6, warmup=0, repeats=2, most_repeats=2, device="cpu",
                                     path=folder / "runs.json", progress=False)
     assert runs.complete
+
+
+def slow_step():
+    """What `graphopt fit` measures: a step function that takes its time."""
+    return lambda shape: time.sleep(0.1)
 
 
 def plan(folder: Path) -> None:

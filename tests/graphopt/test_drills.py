@@ -242,6 +242,15 @@ def test_ctrl_c_while_planning(tokens: Path) -> None:
     assert not [p for p in tokens.iterdir() if p.name.startswith(".plan")]
 
 
+def test_ctrl_c_while_measuring_keeps_the_runs(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.json"
+    arguments = ("fit", "drill_worker:slow_step", "--tokens", "256,512,1024,2048", "--runs", str(runs), "--out", str(tmp_path / "fit.json"))
+    interrupted(Job(tmp_path, *arguments, run=COMMAND), lambda: runs.exists() and len(Runs.load(runs).rows) >= 2)
+    assert 2 <= len(Runs.load(runs).rows) < 8
+    assert not Runs.load(runs).complete
+    assert not (tmp_path / "fit.json").exists()
+
+
 def test_ctrl_c_while_training_keeps_the_checkpoints(tmp_path: Path) -> None:
     options = ("--data", str(tmp_path / "data"), "--make-data", "16", "--steps", "100000", "--save-every", "2", "--backend", "eager")
     job = Job(tmp_path, *options)

@@ -284,19 +284,39 @@ def test_other_errors_pass_through():
         shape_benchmark(step, [(1, 1, 1, 5)], device="cpu", progress=False)
 
 
-def test_time_budget_ends_the_sweep_at_a_shape(clock):
-    r = shape_benchmark(
-        lambda s: clock.sleep(0.06),
-        [(1, 1, 1, i) for i in range(1, 20)],
-        warmup=0,
-        repeats=1,
-        most_repeats=1,
-        budget_s=0.2,
-        device="cpu",
-        progress=False,
-    )
-    assert not r.complete
-    assert len(r.rows) == 4
+def test_time_budget_ends_the_sweep_at_a_shape(clock, tmp_path, caplog):
+    def sweep():
+        return shape_benchmark(
+            lambda s: clock.sleep(0.06),
+            [(1, 1, 1, i) for i in range(1, 20)],
+            warmup=0,
+            repeats=1,
+            most_repeats=1,
+            budget_s=0.2,
+            device="cpu",
+            path=tmp_path / "runs.json",
+            progress=False,
+        )
+
+    for rows, left in ((4, 15), (8, 11)):
+        r = sweep()
+        assert not r.complete
+        assert len(r.rows) == rows
+        assert f"with {left} shapes left" in caplog.text
+
+
+def test_a_file_of_a_sweep_that_was_stopped_is_not_complete(tmp_path):
+    def step(shape):
+        if shape.S == 3:
+            raise KeyboardInterrupt
+
+    path, shapes = tmp_path / "runs.json", [(1, 1, 1, i) for i in range(1, 5)]
+    with pytest.raises(KeyboardInterrupt):
+        shape_benchmark(step, shapes, warmup=0, device="cpu", path=path, progress=False)
+    assert 0 < len(Runs.load(path).rows) < 4
+    assert not Runs.load(path).complete
+    assert shape_benchmark(lambda s: None, shapes, warmup=0, device="cpu", path=path, progress=False).complete
+    assert Runs.load(path).complete
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 13, 40])
