@@ -68,12 +68,17 @@ def fit(measured: dict[tuple, dict[str, dict[str, float]]]) -> dict[str, Any]:
             for d in site_cost.DIRECTIONS:
                 size = np.array([nbytes(operator, shape)[d] for shape in shapes], dtype=float)
                 us = np.array([measured[operator, shape][s][d] for shape in shapes])
-                padded = s == "inductor" and operator not in site_cost.UNNORMED
+                normed = operator not in site_cost.UNNORMED
+                padded = s == "inductor" and normed
                 lanes = size * [site_cost.waste(shape[2]) if padded else 1.0 for shape in shapes]
-                (launch, per_byte), _ = nnls(np.stack([1 / us, lanes / us], 1), np.ones(len(us)))
+                wide = np.array([normed and shape[2] > site_cost.EDGE[s] for shape in shapes])
+                columns = [~wide, wide] if 0 < wide.sum() < len(wide) else [np.ones(len(us))]
+                terms = np.stack([*columns, np.sqrt(size), lanes], 1) / us[:, None]
+                (*launches, ramp, per_byte), _ = nnls(terms, np.ones(len(us)))
                 points = sorted((int(b), shape[2], round(float(u), 2)) for b, shape, u in zip(size, shapes, us))
                 result[s][f"{operator}/{d}"] = {
-                    "launch_us": float(launch), "tb_per_s": float(1 / max(per_byte, 1e-12) / 1e6),
+                    "launch_us": float(launches[0]), "tb_per_s": float(1 / max(per_byte, 1e-12) / 1e6),
+                    "ramp_us": float(ramp), **({"wide_us": float(launches[1])} if len(launches) > 1 else {}),
                     **({"padded": True} if padded else {}), "points": points}
     return {"coefficients": result}
 

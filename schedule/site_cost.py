@@ -1,12 +1,13 @@
 """Predicted time of one AdaLN site, by graphopt and by Inductor, from measurements of both on an H200.
 
-    time_us = (launch_us + bytes * waste / (terabytes_per_s * 1e6)) * correction
+    time_us = (launch_us + ramp_us * sqrt(bytes) + bytes * waste / (terabytes_per_s * 1e6)) * correction
 
-Launch and bandwidth are fitted per fusion and direction.  `waste` is what Inductor's reductions lose to padding: they
-take a row in blocks of the next power of two, 2,048 at most, and their lanes limit them (1,152 channels take as long as
-2,048; ours are cut to the width).  The correction is what measurements of about the same size lie above or below that
-line: a measured shape gets its measured time, others the line's, because how far a small site is off says little about
-one of twice its size.
+Launch, ramp and bandwidth are fitted per fusion and direction: the ramp is what a kernel of middle size loses while the
+GPU fills and drains, and a launch differs where rows are reduced another way (EDGE).  `waste` is what Inductor's
+reductions lose to padding: they take a row in blocks of the next power of two, 2,048 at most, and their lanes limit
+them (1,152 channels take as long as 2,048; ours are cut to the width).  The correction is what measurements of about
+the same size lie above or below that line: a measured shape gets its measured time, others the line's, because how far
+a small site is off says little about one of twice its size.
 `data/site_cost.json` holds lines and measurements; `benchmarks/adaln.py --fit` writes it.  On another GPU both systems'
 times are off alike, and what is compared is their ratio.
 """
@@ -41,6 +42,8 @@ DIRECTIONS = ("forward", "backward")
 # how far a measurement reaches, in e-folds of bytes (widths count half), and the weight of the line itself
 REACH, PRIOR = 0.15, 0.05
 BLOCK = 2048  # channels that a reduction of Inductor's takes at a time, at most (its heuristics' MAX_R0_BLOCK)
+# channels up to which a row is reduced in one go: by one warp without a block barrier (ours), in one block (Inductor)
+EDGE = {"graphopt": 1600, "inductor": BLOCK}
 
 
 def waste(D: int) -> float:
@@ -53,17 +56,23 @@ def waste(D: int) -> float:
 class Line:
     """launch_us and tb_per_s of one system, fusion and direction; points are (bytes, D, microseconds) measured.
 
-    padded: rows are reduced in blocks of a power of two, and the padding counts like bytes.
+    padded: rows are reduced in blocks of a power of two, and the padding counts like bytes.  ramp_us: per root of a
+    byte.  wide_us: the launch of more than `edge` channels, where it differs.
     """
 
     launch_us: float
     tb_per_s: float
     points: tuple[tuple[float, int, float], ...] = field(default=())
     padded: bool = False
+    ramp_us: float = 0.0
+    wide_us: float | None = None
+    edge: int = 0
 
     def plain_us(self, nbytes: float, D: int) -> float:
         """The line alone."""
-        return self.launch_us + nbytes * (waste(D) if self.padded else 1.0) / (self.tb_per_s * 1e6)
+        launch = self.launch_us if self.wide_us is None or self.edge >= D else self.wide_us
+        moved = nbytes * (waste(D) if self.padded else 1.0) / (self.tb_per_s * 1e6)
+        return launch + self.ramp_us * math.sqrt(nbytes) + moved
 
     def time_us(self, nbytes: float, D: int) -> float:
         """The line, corrected by the measurements nearby."""
@@ -89,7 +98,8 @@ def parsed(data: Mapping[str, Any]) -> Model:
     """The model in a file's content."""
     return {
         system: {
-            k: Line(c["launch_us"], c["tb_per_s"], tuple(map(tuple, c.get("points", ()))), c.get("padded", False))
+            k: Line(c["launch_us"], c["tb_per_s"], tuple(map(tuple, c.get("points", ()))), c.get("padded", False),
+                    c.get("ramp_us", 0.0), c.get("wide_us"), EDGE[system])
             for k, c in of.items()
         }
         for system, of in data["coefficients"].items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -94,6 +95,19 @@ def test_files_exist(page: Path) -> None:
 def test_python_blocks_are_python(page: Path) -> None:
     for block in code_blocks(page, "python"):
         ast.parse(re.sub(r"^>>> ?", "", block, flags=re.MULTILINE))
+
+
+def test_every_example_is_named_in_a_page() -> None:
+    text = "".join(p.read_text() for p in PAGES if p.name != "CHANGELOG.md")
+    scripts = [p.name for p in (ROOT / "examples").glob("*.py") if not p.stem.startswith("adapt_dsa_")]  # parts of adapt_dsa.py
+    assert len(scripts) >= 4
+    assert not [s for s in scripts if f"examples/{s}" not in text]
+
+
+def test_the_planning_example_runs(capsys) -> None:
+    runpy.run_path(str(ROOT / "examples" / "plan_synthetic.py"))
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("step_balanced", "equal_token"))]
+    assert float(table[1][4].rstrip("%")) > float(table[0][4].rstrip("%"))
 
 
 def test_result_files_are_whole() -> None:

@@ -168,9 +168,10 @@ def test_dsa_trains_offset_heads_and_saves_them(data: Path, common, tmp_path: Pa
     assert load_file(tmp_path / "lora" / "transformer" / "graphopt_dsa_heads.safetensors").keys() == heads
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_streamed_it_learns_the_same(data: Path, common, tmp_path: Path, compiler: str) -> None:
-    finished(tmp_path, *common, "--compiler", compiler, "--stream", seconds=600)
+@pytest.mark.parametrize(("compiler", "environment"), [
+    ("eager", {}), pytest.param("inductor", {}, marks=pytest.mark.nightly), pytest.param("eager", ACCELERATE, marks=pytest.mark.nightly)])
+def test_streamed_it_learns_the_same(data: Path, common, tmp_path: Path, compiler: str, environment: dict) -> None:
+    finished(tmp_path, *common, "--compiler", compiler, "--stream", environment=environment, seconds=600)
     assert close(losses(data.parent / "straight"), losses(tmp_path), 1e-5)
     index = json.loads((tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(weights(data.parent / "straight"))

@@ -71,6 +71,14 @@ def test_inductors_blocks_waste_lanes(D: int, lanes: int) -> None:
     assert Line(5.0, 4.0).plain_us(4e6 * D, D) == pytest.approx(5.0 + D)
 
 
+def test_a_launch_differs_where_rows_are_reduced_another_way() -> None:
+    line = Line(5.0, 4.0, ramp_us=1e-3, wide_us=7.0, edge=1600)
+    assert line.plain_us(4e6, 1600) == pytest.approx(5.0 + 2.0 + 1.0)
+    assert line.plain_us(4e6, 1601) == pytest.approx(7.0 + 2.0 + 1.0)
+    for system, of in site_cost.model().items():
+        assert all(c.edge == site_cost.EDGE[system] and c.tb_per_s < 6 for c in of.values())
+
+
 def test_shapes_that_were_not_measured_are_decided_right() -> None:
     """At least 95 % of the rows of the H200; each row, each shape and each width predicted without itself."""
     pytest.importorskip("scipy")
