@@ -95,7 +95,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.states = {x: State(x, self.store, ema is not None) for x in self._layers}
         self.resident = ResidentState(ema)
         self.updates = Updates(self.store, self.engine.link, self.states,
-                               kernel_of(kernel, self.engine.link, threads))
+                               kernel_of(kernel, self.engine.link, threads), threads)
         self._scale: Clip | None = None
         self._planned: dict[HostLayer, dict[Entry, Hyper]] = {}
         self._snapshot: list[tuple[Any, ...]] | None = None

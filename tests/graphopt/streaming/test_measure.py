@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_rates_feed_a_plan(device, monkeypatch) -> None:
     monkeypatch.setattr(measure, "ELEMENTS", 20_000)
     found = measure.host_rates(device, 0.01, elements=20_000)
-    assert set(found) == {"h2d", "d2h", "adamw", "h2d_with_d2h", "d2h_with_h2d", "h2d_with_all", "d2h_with_all", "adamw_with_all"}
+    assert set(found) == {"h2d", "d2h", "adamw", "adamw_pool", "h2d_with_d2h", "d2h_with_h2d", "h2d_with_all", "d2h_with_all", "adamw_with_all"}
     assert all(v > 0 for v in found.values())
     rates = measure.rates(device, 0.01)
     assert rates.origin.startswith("measured")
