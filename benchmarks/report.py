@@ -16,7 +16,7 @@ import report_plots as plots
 from _results import ROOT
 from report_dsa import dsa, dsa_step
 from report_papers import papers
-from report_parts import Results, Section, both, number, table
+from report_parts import Results, Section, both, number, stream_rivals, table
 from report_readme import put
 
 DOCS = ROOT.parent / "docs"
@@ -145,7 +145,7 @@ def stream(results: Results) -> Section | None:
             + table(["billions", "tokens", "system", "update", "cores", "threads", "slots", "step, ms", "bound, ms",
                      "resident, ms", "planned, ms", "bound / step", "GPU peak, GiB", "planned", "host, GiB"], lines))
     return Section("Layer streaming", sorted({f for f, _ in found}), text,
-                   ("stream", lambda p: plots.stream([r for _, r in found], p)))
+                   ("stream", lambda p: plots.stream([r for _, r in found], p)), stream_rivals([r for _, r in found]))
 
 
 def schedule(results: Results) -> Section | None:
