@@ -62,7 +62,8 @@ class HostAdamW(torch.optim.Optimizer):
     accumulate: backward passes per step (needed by the last two; the first takes any number).
     ema: decay of a moving average of the weights, kept in fp32 beside them, or None.
     kernel: "auto" (compiled C++ where a compiler is found), "torch" (bitwise torch.optim.AdamW) or "cpp".
-    threads: of the compiled kernel; default: the CPUs near the GPU but for those that launch and copy (more take these, too).
+    threads: of the compiled kernel; default: the CPUs near the GPU but for those that launch and copy, which more of
+    them take, too.
     Raises ConfigError for bad values, StreamError where the model cannot be updated as asked.
     """
 
