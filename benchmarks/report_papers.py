@@ -200,7 +200,8 @@ def mfu(results: Rows) -> str:
                 share = 3 * wan_flops(r["width"], r["layers"], r["tokens"]) / (r["step_ms"] / 1e3) / PEAK
                 graphs = " as CUDA graphs" if r.get("graphs") else ""
                 how = f"prefetch, {r['update']}{graphs}" if r["overlap"] else "no prefetch"
-                parts.setdefault(r["tokens"], []).append(f"{100 * share:.0f} % {how} ({r['params_b']:.1f} B)")
+                host = f", {r['cores']} cores" if r.get("cores") else ""
+                parts.setdefault(r["tokens"], []).append(f"{100 * share:.0f} % {how} ({r['params_b']:.1f} B{host})")
         if parts:
             parts[max(parts)].append("optimizer on the GPU not measured")
     return "; ".join(f"{tokens:,} tokens: " + ", ".join(found) for tokens, found in sorted(parts.items())) or MISSING
@@ -212,9 +213,9 @@ def overlap(results: Rows) -> str:
     parts = [f"{by[size, 'serial']['forward_ms'] / r['forward_ms']:.2f}x at {size:.1f} B"
              for (size, system), r in sorted(by.items()) if system == "asynchronous" and (size, "serial") in by]
     if not parts:
-        serial = {(r["params_b"], r["tokens"]): r for _, r in results.rows("stream", system="serial")}
+        serial = {(r["params_b"], r["tokens"], r.get("cores")): r for _, r in results.rows("stream", system="serial")}
         for _, r in results.rows("stream", system="graphopt", update="in_backward"):
-            other = serial.get((r["params_b"], r["tokens"]))
+            other = serial.get((r["params_b"], r["tokens"], r.get("cores")))
             if other and r.get("forward_ms") and other.get("forward_ms"):
                 gain = other["forward_ms"] / r["forward_ms"]
                 parts.append(f"{gain:.2f}x at {r['params_b']:.1f} B, {r['tokens']:,} tokens; other sizes not measured")

@@ -63,3 +63,20 @@ def both(pair: dict[str, Row], value: Callable[[Row], str],
     """A cell of several directions, `1.2 / 3.4`; one dash if there is none of them."""
     cells = [value(pair[d]) if d in pair else "-" for d in directions]
     return "-" if set(cells) == {"-"} else " / ".join(cells)
+
+
+def stream_rivals(rows: list[dict]) -> list[str]:
+    """Streamed steps of others that take less time or memory than graphopt's best of any order, per size and length."""
+    found = []
+    for size, tokens in sorted({(r["params_b"], r["tokens"]) for r in rows}):
+        same = [r for r in rows if (r["params_b"], r["tokens"]) == (size, tokens)]
+        ours = [r for r in same if r["system"] == "graphopt"]
+        for r in same:
+            if r["system"] in ("graphopt", "serial") or not ours:
+                continue
+            for key, what, unit in (("step_ms", "step", "ms"), ("peak_gib", "peak", "GiB")):
+                best = min(o[key] for o in ours)
+                if r[key] < best:
+                    found.append(f"{number(size)} B, {tokens:,} tokens: {r['system']}'s {what} is {number(r[key])} "
+                                 f"{unit}, graphopt's {number(best)}")
+    return found

@@ -90,7 +90,8 @@ def stream(rows: list[dict], path: Path) -> None:
     for what, colour in (("bound", "#1b6ca8"), ("resident", "#d1803c")):
         axis.scatter([r.get(f"{what}_ms") or np.nan for r in rows], places, marker="|", s=160, color=colour, label=what)
     names = [f"{r.get('params_b') or 0:.1f} B, {r['tokens']:,}: {r['system']} {r.get('update') or ''}"
-             + (", graphs" if r.get("graphs") else "") for r in rows]
+             + (", graphs" if r.get("graphs") else "") + (f", {r['cores']} cores" if r.get("cores") else "")
+             for r in rows]
     axis.set_yticks(places, names, fontsize=8)
     axis.set_xlabel("ms")
     axis.spines[["top", "right"]].set_visible(False)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from _results import save
-from stream_step import GPU, KEYS, WIDTHS, inputs
+from stream_step import GPU, KEYS, WIDTHS, cores, inputs
 
 
 def build(width: str, layers: int) -> torch.nn.Module:
@@ -119,7 +119,7 @@ def main() -> None:
             row = dict(params_b=round(params, 3), tokens=tokens, system=a.system, update="host",
                        overlap=True, layers=a.layers, width=a.width, step_ms=statistics.median(times[1:]),
                        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0, optimizer=optimizer,
-                       threads=torch.get_num_threads())
+                       threads=torch.get_num_threads(), cores=cores(), steps=len(times) - 1)
             print(f"[{time.perf_counter() - begun:.1f} s]", row, [round(t) for t in times], flush=True)
             save("stream", [row], KEYS, {}, a.out)
 

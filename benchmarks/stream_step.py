@@ -8,13 +8,17 @@ compute); then each update order ("priority@20/8+graphs": with 20 threads, 8 slo
 "serial": one stream for kernels and copies, the update at the end of the step.  Lists of orders, separated by ";", go
 to the grids in turn; the last one serves all that are left.  Resident compute is measured before and after the orders
 of a grid, and rows hold the median of both.
-bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid and order.
+bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid, order and number of
+cores, with the rates of its run, and with those of the model's own copies, alone, right after the order: a link that
+others slowed down shows there.
+--steps: warm-up included: two, or all but one where there are fewer than three, to try something.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import time
@@ -28,13 +32,14 @@ import graphopt
 from graphopt.schedule.stream_timeline import busy
 from graphopt.streaming import attach, measure, numa
 from graphopt.streaming.optimizer import kernel_of
+from graphopt.streaming.updates import Updates
 
 WIDTHS = {
     "1.3b": dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, text_dim=4096, freq_dim=256),
     "14b": dict(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824, text_dim=4096, freq_dim=256),
     "tiny": dict(num_attention_heads=2, attention_head_dim=24, ffn_dim=64, text_dim=32, freq_dim=32),
 }
-KEYS = ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads", "graphs")
+KEYS = ("params_b", "tokens", "system", "update", "slots", "resident", "layers", "threads", "graphs", "cores")
 GPU = torch.cuda.is_available()
 
 
@@ -154,6 +159,27 @@ def bounds(engine, rate: dict[str, float], slots: int, r: float, f: float) -> di
             "adamw": adam, "up": up1 + up2, "down": down}
 
 
+def cores() -> int:
+    """CPUs that this process may use: rows of machines with more or fewer of them stand side by side."""
+    return len(os.sched_getaffinity(0))
+
+
+def copies(engine) -> dict[str, float]:
+    """GB/s of the copies of all layers' gradients, down and up again, with nothing beside; gradients are lost."""
+    layers, slab = [x for x in engine.store.layers if x.slab is not None], engine.gradients.slabs[0]
+    if not layers:
+        return {}
+    found = {}
+    for what in ("d2h", "h2d"):
+        start = time.perf_counter()
+        for x in layers:
+            host, device = x.slab[:x.grad_bytes], slab[:x.grad_bytes]
+            end = engine.link.download(host, device, None) if what == "d2h" else engine.link.upload(device, host, None)
+        engine.link.join(end)
+        found[f"{what}_after_gb_per_s"] = sum(x.grad_bytes for x in layers) / (time.perf_counter() - start) / 1e9
+    return found
+
+
 def rss() -> float:
     """GiB of memory this process holds."""
     status = Path("/proc/self/status").read_text().splitlines()
@@ -188,6 +214,8 @@ def main() -> None:
     p.add_argument("--compiler", default="inductor")
     p.add_argument("--no-resident-run", action="store_true", help="skip the resident run: a model larger than the GPU")
     a = p.parse_args()
+    if a.steps < 1:
+        p.error("--steps: at least one")
     grids = {tuple(int(x) for x in g.split("x")): g for g in a.grids.split(",")}
     say = lambda *x: print(f"[{time.perf_counter() - t0:.1f} s]", *x, flush=True)
     t0 = time.perf_counter()
@@ -205,6 +233,7 @@ def main() -> None:
     if a.compiler != "inductor":
         options["graphopt.rules"] = []
     step = torch.compile(model, backend="graphopt", options=options, dynamic=False)
+    say(f"{cores()} CPUs: {sorted({tuple(sorted(numa.siblings(c))) for c in os.sched_getaffinity(0)})}")
     rate = dict.fromkeys(("h2d", "d2h", "adamw"), float("nan"))
     if a.rates_seconds:
         rate = measure.host_rates(device, a.rates_seconds, elements=min(first.elements, measure.ELEMENTS))
@@ -213,7 +242,7 @@ def main() -> None:
     opt = None
     for grid, name in grids.items():
         kw, tokens = inputs(grid, WIDTHS[a.width]["text_dim"]), grid[0] * grid[1] * grid[2]
-        n, warm = (a.steps, 2) if tokens < 20000 else (max(3, a.steps // 2), 1)
+        n, warm = (a.steps, min(2, a.steps - 1)) if tokens < 20000 else (max(3, a.steps // 2), 1)
         engine.optimizer = None
         seconds, loss = first_step(step, kw, engine, model)
         say(f"{name}: first step (compile) {seconds:.1f} s, loss {loss:.5f}; {graphopt.last_report().graphs[-1].notes}")
@@ -242,7 +271,6 @@ def main() -> None:
             engine.replays.set("on" if update.endswith("+graphs") else "off")
             serial = kind == "serial"
             opt.update = "deferred" if serial else kind
-            opt.updates.kernel = kernel_of("auto", engine.link, threads)
             engine.gradients.keep_norms = opt.update == "deferred"
             engine.set_slots(slots)
             bound = bounds(engine, rate, slots, r, f)
@@ -251,6 +279,9 @@ def main() -> None:
             pictured = a.timeline is not None and updates.index(update) < a.timelines
             plan = graphopt.stream_plan(model, tokens, slots=slots, update=opt.update, rates=rates)
             try:
+                opt.flush()
+                opt.updates = Updates(  # a thread of its own, on as many CPUs as this order's team has threads
+                    opt.store, engine.link, opt.states, kernel_of("auto", engine.link, threads), threads)
                 row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
                             f"{tokens}-{update.replace('/', '-')}", n, warm, say)
             except Exception as error:  # the other orders are still worth measuring
@@ -268,7 +299,11 @@ def main() -> None:
                         plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
                         plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
                         graphs="on" if update.endswith("+graphs") else None,
-                        threads=threads or len(numa.pool_cpus(engine.link.device)))
+                        threads=threads or len(numa.pool_cpus(engine.link.device)), cores=cores(), steps=n - warm,
+                        physical_cores=len({min(numa.siblings(c)) for c in os.sched_getaffinity(0)}),
+                        rates_gb_per_s={k: v for k, v in rate.items() if number(v)} or None, **copies(engine))
+            after = " ".join(f"{k[:3]} {row[k]:.1f}" for k in row if k.endswith("_after_gb_per_s"))
+            say(f"{name} {update}: copies alone, GB/s: {after}")
             save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
             rows.append(row)
         if rows and not a.no_resident_run:

@@ -52,19 +52,21 @@ def cpus_near(node: int | None) -> list[int]:
     return sorted(near or mine)
 
 
-def pool_cpus(device: torch.device) -> list[int]:
+def pool_cpus(device: torch.device, threads: int | None = None) -> list[int]:
     """The CPUs of the optimizer's threads: those near a device but for the first cores.
 
     These stay for the threads that launch kernels and queue copies: an optimizer thread that shares a core with one of
     them slows the launches down and holds up its whole team.  CPUs that are threads of one core are spared together.
+    threads: how many threads there will be; fewer cores are spared where they would share CPUs with one another.
     """
     near = cpus_near(node_of(device))
     spare = 4 if len(near) >= 16 else 2 if len(near) > 2 else 0
     spared: set[int] = set()
     for cpu in near:
-        if len(spared) < spare:
-            spared |= siblings(cpu)
-    return [c for c in near if c not in spared] or near
+        more = spared | siblings(cpu)
+        if len(spared) < spare and len(set(near) - more) >= (threads or 1):
+            spared = more
+    return [c for c in near if c not in spared]
 
 
 def siblings(cpu: int) -> frozenset[int]:

@@ -62,7 +62,8 @@ class HostAdamW(torch.optim.Optimizer):
     accumulate: backward passes per step (needed by the last two; the first takes any number).
     ema: decay of a moving average of the weights, kept in fp32 beside them, or None.
     kernel: "auto" (compiled C++ where a compiler is found), "torch" (bitwise torch.optim.AdamW) or "cpp".
-    threads: of the compiled kernel; default: the CPUs near the GPU but for those that launch and copy.
+    threads: of the compiled kernel; default: the CPUs near the GPU but for those that launch and copy, which more of
+    them take, too.
     Raises ConfigError for bad values, StreamError where the model cannot be updated as asked.
     """
 
@@ -95,7 +96,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.states = {x: State(x, self.store, ema is not None) for x in self._layers}
         self.resident = ResidentState(ema)
         self.updates = Updates(self.store, self.engine.link, self.states,
-                               kernel_of(kernel, self.engine.link, threads))
+                               kernel_of(kernel, self.engine.link, threads), threads)
         self._scale: Clip | None = None
         self._planned: dict[HostLayer, dict[Entry, Hyper]] = {}
         self._snapshot: list[tuple[Any, ...]] | None = None

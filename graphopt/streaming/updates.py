@@ -99,17 +99,18 @@ class Job:
 
 
 class Updates:
-    """The thread and its jobs."""
+    """The thread and its jobs.  threads: of the kernel, where there may be more than the default."""
 
     def __init__(
-        self, store: HostStore, link: Link, states: dict[HostLayer, State], kernel: Callable[[Sequence[Piece]], None]
+        self, store: HostStore, link: Link, states: dict[HostLayer, State], kernel: Callable[[Sequence[Piece]], None],
+        threads: int | None = None,
     ) -> None:
         self.store, self.link, self.states, self.kernel = store, link, states, kernel
         self._jobs: list[Job | Callable[[], None]] = []
         self._changed = threading.Condition()
         self._busy = 0
         self.worked = 0.0  # seconds spent in the kernel
-        cpus = numa.pool_cpus(link.device) if link.device.type == "cuda" else None
+        cpus = numa.pool_cpus(link.device, threads) if link.device.type == "cuda" else None
         thread = threading.Thread(target=_loop, args=(weakref.ref(self), self._changed, cpus),
                                   name="graphopt-adamw", daemon=True)
         thread.start()

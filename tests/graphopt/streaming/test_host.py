@@ -170,5 +170,9 @@ def test_the_pool_spares_whole_cores(tmp_path, monkeypatch) -> None:
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{cpu % 16},{cpu % 16 + 16}\n")
     assert numa.pool_cpus(torch.device("cpu")) == [*range(2, 16), *range(18, 32)]
+    assert numa.pool_cpus(torch.device("cpu"), 12) == numa.pool_cpus(torch.device("cpu"), 28) == [
+        *range(2, 16), *range(18, 32)]
+    assert numa.pool_cpus(torch.device("cpu"), 29) == [*range(1, 16), *range(17, 32)], "more threads spare fewer cores"
+    assert numa.pool_cpus(torch.device("cpu"), 31) == numa.pool_cpus(torch.device("cpu"), 99) == list(range(32))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 16})
     assert numa.pool_cpus(torch.device("cpu")) == [0, 16], "a core is all there is"

@@ -99,7 +99,10 @@ WIDTHS = {"1.3b": dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_steps_and_peaks_of_an_h200_are_as_planned(width: str) -> None:
-    """Peaks within 2 %, steps within 7 %, by the rates that are built in; in_backward is not predicted that well."""
+    """Peaks within 2 %, steps within 7 %, by the rates that are built in; in_backward is not predicted that well.
+
+    The built-in rates are of 32 cores: steps on fewer need the rates of their own host.
+    """
     from diffusers import WanTransformer3DModel
 
     text = (Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "stream.json").read_text()
@@ -113,7 +116,7 @@ def test_steps_and_peaks_of_an_h200_are_as_planned(width: str) -> None:
         # these steps came after graphs in one process: the workspaces of the stream that recorded were still there
         left = WORKSPACE_BYTES if short else 0
         assert (plan.peak_bytes + left) / 2**30 == pytest.approx(r["peak_gib"], rel=0.02), r
-        if r.get("step_ms") and r["system"] == "graphopt" and not r["graphs"] and not short:
+        if r.get("step_ms") and r["system"] == "graphopt" and not r["graphs"] and not short and r["cores"] == 32:
             assert 1e3 * plan.step_s == pytest.approx(r["step_ms"], rel=0.07), r
     assert rows
 
