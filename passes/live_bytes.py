@@ -117,4 +117,4 @@ def fused(node: fx.Node) -> bool:
 
 def pointwise(node: fx.Node) -> bool:
     """Does a node's op compute each element from those at its place?"""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
