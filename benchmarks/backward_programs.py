@@ -10,13 +10,13 @@ at that commit.  Prints the best four of a case and the closed form; writes resu
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from _results import copy_tb_per_s, save
+from _turns import compile_beside
 from adaln_tune import Case
 
 from graphopt.codegen.configure import Configuration, cut
@@ -58,11 +58,8 @@ def main() -> None:
                 case.launch(config)()
                 torch.cuda.synchronize()
         return
-    command = [sys.executable, __file__, "--cases", args.cases, "--warm"]
-    running = [subprocess.Popen([*command, f"{i}/{args.workers}"]) for i in range(args.workers) if args.workers > 1]
-    for process in running:
-        if process.wait():
-            raise SystemExit(f"a process that compiles ended with {process.returncode}")
+    if args.workers > 1:
+        compile_beside([sys.executable, __file__, "--cases", args.cases, "--warm"], args.workers)
     bandwidth = copy_tb_per_s()
     for text in cases:
         case = Case(text)

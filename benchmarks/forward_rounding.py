@@ -9,13 +9,13 @@ turns, each a median of CUDA-graph replays; writes results/<machine>/forward_rou
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from _results import save
 from _timing import replayed
+from _turns import compile_beside
 from adaln_tune import Case
 
 from graphopt.codegen.emit_base import Base, horner
@@ -52,10 +52,7 @@ def main() -> None:
     cases = args.cases.split(",")
     i, n = map(int, args.warm.split("/")) if args.warm else (0, 1)
     if args.workers > 1 and not args.warm:
-        command = [sys.executable, __file__, "--cases", args.cases, "--warm"]
-        for process in [subprocess.Popen([*command, f"{k}/{args.workers}"]) for k in range(args.workers)]:
-            if process.wait():
-                raise SystemExit(f"a process that compiles ended with {process.returncode}")
+        compile_beside([sys.executable, __file__, "--cases", args.cases, "--warm"], args.workers)
     for text in cases[i::n]:
         case, calls = Case(text), {}
         for way, (tanh, root) in WAYS.items():

@@ -9,7 +9,7 @@ as `empty`: a cat whose pieces are all results of generated kernels becomes one 
 of, in the order they run in.  Values are the same bit by bit.
 
 The one tensor is there from the first kernel on, where the pieces would have come one by one.  In the block whose
-backward has the graph's peak that costs memory (4 % of a small graph on an H200), so such a cat stays.
+backward has the graph's peak that costs memory, so such a cat stays.
 """
 
 from __future__ import annotations

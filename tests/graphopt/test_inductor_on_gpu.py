@@ -93,7 +93,7 @@ def with_mlp(x, table, tokens, up, down):
 def test_gradients_of_tokens_are_written_where_they_are_stacked(stacks: int, monkeypatch) -> None:
     """One stack of six, no copy; gradients are those without the pass bit by bit, and close to fp64's.
 
-    Not where the stack's kernels have the peak of the graph: it would be 4 % higher."""
+    Not where the stack's kernels have the peak of the graph: it would be higher."""
     torch.manual_seed(0)
     new = lambda *shape: torch.randn(*shape, device="cuda")
     leaves = [new(B, S, D).bfloat16(), 0.3 * new(1, 6, D), (0.3 * new(B, S, 6, D)).bfloat16()]
