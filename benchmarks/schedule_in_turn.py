@@ -172,7 +172,7 @@ def options() -> argparse.Namespace:
 
 
 def join(files: list[Path], folder: Path) -> Path:
-    """Add rows of other folders' result files to this folder's; each row keeps its commit, the file has the last head."""
+    """Add rows of other result files to this folder's; each row keeps its commit, the file has the last head."""
     path = folder / f"{NAME}.json"
     rows: dict[str, dict] = {}
     head: dict = {}

@@ -3,6 +3,7 @@
 # OUT: folder of the result files (benchmarks/results/<machine> by default); logs go to OUT/logs or build/logs.
 # JOB: some of gradients, drill, policies, unfused, long, long_tau_2 (all by default), in the order in which they measure.
 # OPTIONS: more options of schedule_step.py, for every job of it; the last of each counts: OPTIONS="--tau 1.3 --steps 50".
+# TINY=1: a rehearsal on CPUs over gloo, tiny sizes, nothing compiled for long:  TINY=1 RANKS=2 benchmarks/several_gpus.sh OUT
 # About 6 minutes on two H200.  All jobs compile at once, then they measure one after the other; rows are saved as they
 # come, so a run that is cut off keeps what it had.  NVLink multicast stays off.
 cd "$(dirname "$0")/.."
@@ -15,6 +16,11 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 PYTHONUNBUFFERED=1 
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((ranks - 1)))}
 touch "$turn/start"
+if [ -n "$TINY" ]; then
+    tiny_step="--machine tiny --layers 1 --width 128 --text-dim 32 --shrink 6 --budget 60 --shapes 3 --sizes 2 --speed-calls 3"
+    tiny_step+=" --tau 1.3 --steps 3 --replay 2 --workers 1 --system aot_eager"
+    tiny_grads="--machine tiny --quick --small 64 --text-dim 16 --system rewritten" tiny_drill="--machine tiny"
+fi
 
 # all_ranks NAME SECONDS SCRIPT OPTIONS..
 all_ranks() {
@@ -30,7 +36,7 @@ measured() {
     port=$((port + 1))
     (
         all_ranks "$1" "$2" benchmarks/schedule_step.py --plan-ranks "" --compiled "$turn/$1.compiled" --after "$after" \
-            "${@:3}" $OPTIONS
+            "${@:3}" $tiny_step $OPTIONS
         touch "$turn/$1" "$turn/$1.compiled"
     ) &
     before=$1
@@ -42,13 +48,14 @@ for job in $jobs; do
         (
             (
                 port=29800
-                all_ranks gradients_rewritten 150 benchmarks/schedule_grads.py --checks grads --system rewritten
-                all_ranks memory 60 benchmarks/schedule_grads.py --checks memory
+                all_ranks gradients_rewritten 150 benchmarks/schedule_grads.py --checks grads --system rewritten \
+                    $tiny_grads
+                all_ranks memory 60 benchmarks/schedule_grads.py --checks memory $tiny_grads
             ) &
             for precision in fp32 bf16; do
                 port=$((port + 100))
                 all_ranks "gradients_$precision" 170 benchmarks/schedule_grads.py --checks grads --batches 2 \
-                    --precisions $precision &
+                    --precisions $precision $tiny_grads &
             done
             wait
             while [[ $jobs == *drill* && ! -e $turn/drill ]]; do sleep 0.2; done
@@ -57,7 +64,7 @@ for job in $jobs; do
         before=gradients ;;
     drill) # a rank dies; no timing, so beside the others' compilation
         (
-            timeout -k 5 110 python3 benchmarks/schedule_drill.py --timeout 25 $out > "$logs/drill.txt" 2>&1
+            timeout -k 5 110 python3 benchmarks/schedule_drill.py --timeout 25 $tiny_drill $out > "$logs/drill.txt" 2>&1
             echo "--- drill: exit code $?, $SECONDS s"
             touch "$turn/drill"
         ) & ;;

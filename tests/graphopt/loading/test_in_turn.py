@@ -192,7 +192,7 @@ def test_rows_of_several_runs_are_joined(tools, tmp_path):
         "name": "schedule_in_turn", "command": "b", "rows": [{**row, "x": 2, "commit": "new"}, {**row, "ranks": 8}]}
 
 
-TINY = ["--layers=1", "--width=128", "--text-dim=32", "--shrink=12", "--shapes=3", "--sizes=2", "--budget=60", "--machine=here"]
+TINY = ["--layers=1", "--width=128", "--text-dim=32", "--shrink=6", "--shapes=3", "--sizes=2", "--budget=60", "--machine=here"]
 
 
 @pytest.mark.nightly
