@@ -137,7 +137,8 @@ def in_turn(cases: dict[Case, dict[str, list[Step]]], hashes: dict[Case, dict[st
 def alone_in_a_world() -> torch.device:
     """A process group of this process, for FSDP2, and the device."""
     cuda = torch.cuda.is_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.TCPStore("localhost", 0, 1, is_master=True)  # any free port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
