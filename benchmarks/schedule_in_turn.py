@@ -207,6 +207,7 @@ def main() -> None:
     called: set[Shape] = set()
     if not o.rows:
         device = alone_in_a_world()
+        torch._dynamo.config.recompile_limit *= len({c.system for c in o.cases})  # they share the model's code
         grids = grids_of(samples, o.shapes)
         for system in dict.fromkeys(c.system for c in o.cases):
             begun = graphs()
