@@ -98,14 +98,19 @@ def runs_file(o: argparse.Namespace, key: dict) -> Path | None:
     return path
 
 
-def sweep(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int) -> tuple[CostFit, list[dict]]:
-    """The fit of a shape benchmark of this job, and the benchmark's runs."""
+def sweep_shapes(samples: Samples, o: argparse.Namespace, m_mem: int) -> list[Shape]:
+    """What the shape benchmark measures."""
     grids = grids_of(samples, o.shapes)
     shapes = [Shape(b, *g, CAPTION) for g in grids for b in (1, 2, 4, 8) if b == 1 or b * np.prod(g) <= m_mem / 2]
     often = costly(samples, o.sizes)
     # Alone, and as many as a bucket's batch holds (where these are not very many: their time is little).
     shapes += [Shape(b, *g, CAPTION) for g in (*often, *grids) for b in (1, m_mem // int(np.prod(g))) if b <= 32]
-    shapes = list({(s.B, s.S): s for s in shapes}.values())
+    return list({(s.B, s.S): s for s in shapes}.values())
+
+
+def sweep(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int) -> tuple[CostFit, list[dict]]:
+    """The fit of a shape benchmark of this job, and the benchmark's runs."""
+    shapes = sweep_shapes(samples, o, m_mem)
     runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, warmup=1, repeats=3, device=job.device,
                                     reset=job.clear, progress=False, queued=True, key=(key := runs_key(o)),
                                     path=runs_file(o, key))  # fmt: skip

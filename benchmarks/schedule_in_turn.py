@@ -41,7 +41,18 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 import _results  # noqa: E402
 import schedule_data as data  # noqa: E402
 from schedule_composed import Case, Lines, Step, beside, rows_of, steps_of  # noqa: E402
-from schedule_fit import cache_hits, compile_all, costly, data_name, fit_of, grids_of, host_seconds, samples_of, sweep  # noqa: E402
+from schedule_fit import (  # noqa: E402
+    cache_hits,
+    compile_all,
+    costly,
+    data_name,
+    fit_of,
+    grids_of,
+    host_seconds,
+    samples_of,
+    sweep,
+    sweep_shapes,
+)
 from schedule_gains import without_prediction  # noqa: E402
 from schedule_job import CAPTION, Job  # noqa: E402
 from schedule_step import graphs, plans_of, twins  # noqa: E402
@@ -229,7 +240,9 @@ def main() -> None:
         raise SystemExit(f"{o.out} holds no fit of this commit and these settings: nothing was measured")
     if told is None:
         begun = graphs()
-        fit, ok = sweep(jobs[o.system], samples, o, int(longest * max(c.memory for c in o.cases)))
+        m_mem = int(longest * max(c.memory for c in o.cases))
+        first_calls(jobs[o.system], sweep_shapes(samples, o, m_mem), say)  # not on the sweep's budget
+        fit, ok = sweep(jobs[o.system], samples, o, m_mem)
         jobs[o.system].clear()
         counted[o.system] += graphs() - begun
         called = {Shape(*(r[d] for d in "BTHWL")) for r in ok}
@@ -282,11 +295,8 @@ def run(jobs: dict[str, Job], plans: dict[Case, dict[str, Plan]], lines: Lines, 
         begun = graphs()
         shapes = {s for c in plans if c.system == system for p in steps[c].values() for x in p for r in x for s in r}
         shapes -= called.get(system, set())
-        for s in sorted(shapes, key=lambda s: -s.B * s.S):  # libraries choose their kernels at the first call
-            job.alone(s)
-        job.sync()
+        first_calls(job, shapes, say)
         counted[system] += graphs() - begun
-        say(f"{system}: first calls of {len(shapes)} shapes")
     gc.collect()
     gc.freeze()
     filler = GpuQueue(device) if device.type == "cuda" else None
@@ -302,6 +312,23 @@ def run(jobs: dict[str, Job], plans: dict[Case, dict[str, Plan]], lines: Lines, 
 
     measure(in_turn(steps, hashes, jobs, lines, time_for), lines, queue, counted)
     say("measured")
+
+
+def first_calls(job: Job, shapes: Iterable[Shape], say: Callable) -> None:
+    """Every shape once: Triton compiles sizes that 16 divides apart, libraries choose their kernels."""
+    begin, slow = time.perf_counter(), []
+    for s in sorted(shapes, key=lambda s: -s.B * s.S):
+        start = time.perf_counter()
+        try:
+            job.alone(s)
+            job.sync()
+        except torch.OutOfMemoryError:  # what measures it says so
+            job.clear()
+            torch.cuda.empty_cache()
+        slow.append((round(time.perf_counter() - start, 1), s.B, s.S))
+    slow.sort(reverse=True)
+    took = time.perf_counter() - begin
+    say(f"first calls of {len(slow)} shapes: {took:.0f} s, the slowest (s, B, tokens): {slow[:4]}")
 
 
 def done(code: int) -> None:
