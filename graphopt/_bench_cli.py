@@ -67,6 +67,7 @@ BENCHMARKS = {
     "shape": Benchmark("schedule_shape", "step time over batch and sequence length, and its fit", 1, 4),
     "schedule": Benchmark("schedule", "batch plans, simulated: limits, speed, cost model", 0, 10),
     "schedule-step": Benchmark("schedule_step", "batch plans in a real loop, predicted beside measured", 2, 8),
+    "schedule-in-turn": Benchmark("schedule_in_turn", "the ranks of a plan in turn on one GPU, steps composed", 1, 3),
     "schedule-grads": Benchmark("schedule_grads", "unequal counts of microbatches over ranks: gradients, memory", 2, 3),
     "schedule-drill": Benchmark("schedule_drill", "a rank dies: time until the others stop, exact resume", 0, 2),
     "same-loss": Benchmark("same_loss", "300 steps, eager and with graphopt on the same data: losses", 0, 10),

@@ -65,6 +65,33 @@ def test_streamed_steps_of_machines_stand_side_by_side(tmp_path: Path) -> None:
     assert "**As good or better elsewhere:** 1.4 B, 7,800 tokens: fsdp2's peak is 2 GiB, graphopt's 3." in text
 
 
+def test_ranks_in_turn_stand_beside_what_was_predicted(tmp_path: Path) -> None:
+    row = {"mode": "in turn", "data": "C", "checkpoint": False, "layers": 4, "ranks": 8, "tau": 1.3, "memory": 1.0, "m_mem": 32760,
+           "system": "graphopt", "steps": 7, "tokens_per_s": 9e5, "tokens_per_step": 3e5, "limit_fraction": 0.95, "load_cv": 0.1,
+           "step_cv": 0.2, "oom": 0, "graphs": 4, "peak_gib": 14.5, "starved": 3, "noise": 0.01, "microbatch_s": [[1, 1, 2, 3, 40, 0.1]]}
+    told = {"predicted_limit_fraction_steps": 0.96, "mape": 0.021, "mape_ranks": 0.03, "gain_over_equal_token": 0.31,
+            "gain_interval": [0.2, 0.4], "planned_gain_steps": 0.32, "zero_bubble_gain_steps": 0.33, "share_of_zero_bubble_gain": 0.94,
+            "share_interval": [0.9, 0.97], "planned_gain": 0.21, "planned_gain_corrected": 0.205, "planned_gain_interval": [0.2, 0.21],
+            "zero_bubble_gain": 0.22, "share_of_zero_bubble_gain_corrected": 0.93}
+    base = {**told, "gain_over_equal_token": 0.0, "gain_interval": [0.0, 0.0]}
+    rows = [{**row, **told, "policy": "step_balanced"}, {**row, **base, "policy": "equal_token"},
+            {**row, **base, "policy": "adaptive_load", "same_plan_as": "equal_token"},
+            {**row, "policy": "step_balanced", "system": "inductor", "gain_over_equal_token": 0.3, "time_over_graphopt": 1.08,
+             "time_over_interval": [1.07, 1.09]},
+            {**{k: row[k] for k in ("mode", "data", "layers", "ranks", "tau", "system")}, "policy": "equal_token", "oom": 1, "error": "no"},
+            {"mode": "fit", "data": "C", "layers": 4, "shapes": 34, "mape": 0.02, "p": 1.3}]
+    text = page(tmp_path, {"schedule_in_turn": rows})
+    assert ("| C, 4 layers | 8 | 1.3 | 32,760 | step_balanced | 7 | 95 | 96 | 31 | 20 to 40 | 32 | 33 | 94 | 90 to 97 | 2.1 | 3 |") in text
+    assert "| C, 4 layers | 8 | 1.3 | 32,760 | adaptive_load (the plan of equal_token) | 7 |" in text
+    assert "| 21 | 20.5 | 20 to 21 | 22 | 93 | 1 | 0 | 4 | 14.5 | 3 of 40 |" in text
+    assert "| inductor | 1.080 | 1.070 to 1.090 | 30 |" in text
+    assert "34 shapes, mean error 2 %, p = 1.30" in text
+    assert "Out of memory at the first step: C, 4 layers, 8 ranks, equal_token." in text
+    papers = (tmp_path / "docs" / "papers.md").read_text()
+    assert "+20.5 % (20.0 to 21.0) step_balanced tau 1.3, data C" in papers
+    assert "10.0 % equal_token, data C; 10.0 % step_balanced, data C" in papers
+
+
 def test_the_page_of_this_tree_is_current(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "README.md", tmp_path)
