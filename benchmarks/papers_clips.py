@@ -1,6 +1,6 @@
 """The largest clip at 1080p that trains on one GPU: resident, streamed, streamed with sliding attention.
 
-    python benchmarks/papers_clips.py --system resident|resident_checkpointed|streamed|streamed_dsa [--cap 64]
+    python benchmarks/papers_clips.py [--system resident|resident_checkpointed|streamed|streamed_dsa] [--cap 64]
 
 The model is Wan's block at the width of 105 B parameters (62 layers of 10,240 with 80 heads and an FFN of 40,960), two
 of its layers.  One more costs a streamed model its input, beside some twenty tensors of that size of the layer that is
@@ -26,6 +26,8 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -210,7 +212,7 @@ def search(
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--system", choices=SYSTEMS, required=True)
+    p.add_argument("--system", choices=SYSTEMS, help="default: the paper's three, each in a process of its own")
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--width", choices=sorted(stream_step.WIDTHS), default="105b")
     p.add_argument("--groups", type=int, help="offsets per token; default: one for as few heads as 16 allow")
@@ -224,6 +226,9 @@ def main() -> None:
     p.add_argument("--no-cudnn", action="store_true", help="attention by torch's other kernels, were cuDNN's to fail")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
+    if a.system is None:
+        line = [sys.executable, __file__, *sys.argv[1:], "--system"]
+        sys.exit(max(subprocess.run([*line, s]).returncode for s in ("resident", "streamed_dsa", "streamed")))
     if a.dry:
         for T in (4, 8, 16, 24, 32, 48, 64, 96):
             print(f"T = {T}: {T * H * W:,} tokens, {estimate(a.width, a.layers, T, a.system):.1f} s")

@@ -239,8 +239,8 @@ held, `host` is the most that the process has held so far. A streamed layer is r
 
 COMMANDS = {
     "longest sequence at the same peak": "python benchmarks/papers.py longest",
-    "largest clip at 1080p": "python benchmarks/papers_clips.py --system streamed_dsa",
-    "a dense step over a sliding one": "python benchmarks/papers_clips.py --system streamed",
+    "largest clip at 1080p": "python benchmarks/papers_clips.py",
+    "a dense step over a sliding one": "python benchmarks/papers_clips.py",
     "MFU": "python benchmarks/papers_stream.py mfu",
     "forward, asynchronous over serial": "python benchmarks/papers_stream.py forward",
 }
