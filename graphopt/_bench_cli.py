@@ -62,7 +62,7 @@ BENCHMARKS = {
     "papers": Benchmark("papers", "the first paper's norm and longest sequence, here", 1, 6),
     "papers-stream": Benchmark("papers_stream", "MFU of streamed steps with the second paper's three set-ups; forwards",
                                1, 4, ("mfu", "forward")),
-    "papers-clips": Benchmark("papers_clips", "the largest clip at 1080p that trains on one GPU, by three systems", 1, 6),
+    "papers-clips": Benchmark("papers_clips", "the largest clip at 1080p that trains on one GPU: three systems", 1, 6),
     "shape": Benchmark("schedule_shape", "step time over batch and sequence length, and its fit", 1, 4),
     "schedule": Benchmark("schedule", "batch plans, simulated: limits, speed, cost model", 0, 10),
     "schedule-step": Benchmark("schedule_step", "batch plans in a real loop, predicted beside measured", 2, 8),
