@@ -167,9 +167,11 @@ def wan_flops(width: str, layers: int, tokens: int, text: int = 512) -> float:
 def mfu(results: Rows) -> str:
     """MFU of the second paper's three set-ups; without those rows, of the streamed steps: forward three times."""
     parts: dict[int, list[str]] = {}
+    model = ""
     for _, r in results.rows("papers", figure="mfu"):
         order = f", {r['direction']}" if r["system"] == "prefetch" else ""
         parts.setdefault(r["tokens"], []).append(f"{100 * r['mfu']:.0f} % {r['system']}{order}")
+        model = f" ({r['params_b']:.1f} B parameters, {r['layers']} layers of Wan 14B's width)"
     if not parts:
         for _, r in results.rows("stream"):
             if r.get("width") in WAN and r.get("step_ms") and r["system"] in ("graphopt", "serial"):
@@ -180,13 +182,14 @@ def mfu(results: Rows) -> str:
                 parts.setdefault(r["tokens"], []).append(f"{100 * share:.0f} % {how} ({r['params_b']:.1f} B{host})")
         if parts:
             parts[max(parts)].append("optimizer on the GPU not measured")
-    return "; ".join(f"{tokens:,} tokens: " + ", ".join(found) for tokens, found in sorted(parts.items())) or MISSING
+    text = "; ".join(f"{tokens:,} tokens: " + ", ".join(found) for tokens, found in sorted(parts.items()))
+    return text + model if text else MISSING
 
 
 def overlap(results: Rows) -> str:
     """Forward with overlap against forward on one stream, by size; or of one streamed step without an update beside."""
     by = {(r["params_b"], r["system"]): r for _, r in results.rows("papers", figure="forward")}
-    parts = [f"{by[size, 'serial']['forward_ms'] / r['forward_ms']:.2f}x at {size:.1f} B"
+    parts = [f"{by[size, 'serial']['forward_ms'] / r['forward_ms']:.2f}x at {size:.1f} B ({r['tokens']:,} tokens)"
              for (size, system), r in sorted(by.items()) if system == "asynchronous" and (size, "serial") in by]
     if not parts:
         serial = {(r["params_b"], r["tokens"], r.get("cores")): r for _, r in results.rows("stream", system="serial")}
