@@ -149,7 +149,7 @@ def probe(parts: tuple, T: int, text: int) -> dict[str, Any]:
         found = {"fits": False, "error": str(error)[:120]}
     except RuntimeError as error:  # a kernel that cannot take this size, say
         found = {"fits": False, "error": f"{type(error).__name__}: {error}"[:300]}
-        if "out of memory" not in str(error):
+        if not any(text in str(error) for text in ("out of memory", "ALLOC_FAILED")):
             found["other"] = True
     seconds = time.perf_counter() - begun
     if graphs() > before:
