@@ -147,7 +147,7 @@ def probe(parts: tuple, T: int, text: int) -> dict[str, Any]:
         found = {"fits": True, "loss": loss.item()}
     except torch.OutOfMemoryError as error:
         found = {"fits": False, "error": str(error)[:120]}
-    except RuntimeError as error:  # a kernel that cannot take this size, say
+    except Exception as error:  # a kernel that cannot take this size, say
         found = {"fits": False, "error": f"{type(error).__name__}: {error}"[:300]}
         if not any(text in str(error) for text in ("out of memory", "ALLOC_FAILED")):
             found["other"] = True
@@ -158,7 +158,10 @@ def probe(parts: tuple, T: int, text: int) -> dict[str, Any]:
                       for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
     loss = kw = None
     if not found.get("other"):  # after an error of the device nothing can be asked of it
-        forget()
+        try:
+            forget()
+        except Exception as error:
+            print(f"gradients of T = {T} are not given back: {error}", flush=True)
     return dict(found, step_s=None if graphs() > before else seconds, peak_gib=peak, reserved_gib=reserved,
                 host_gib=status("VmHWM"))
 
