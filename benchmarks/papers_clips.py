@@ -59,8 +59,9 @@ def status(key: str) -> float:
 
 
 def compiled(model: torch.nn.Module) -> Callable[..., Any]:
-    """By graphopt; where there is no GPU (to try this script), captured and run in eager mode."""
-    return torch.compile(model, backend="graphopt", options={} if GPU else {"graphopt.compiler": "aot_eager"})
+    """By graphopt, one of many layers for all; where there is no GPU (to try this), captured and run in eager mode."""
+    options = {"graphopt.regions": "auto"} if len(model.blocks) > 4 else {}
+    return torch.compile(model, backend="graphopt", options=options if GPU else {"graphopt.compiler": "aot_eager"})
 
 
 def indices_of_64_bits() -> None:
