@@ -58,9 +58,8 @@ def status(key: str) -> float:
     return int(next(x for x in lines if x.startswith(key)).split()[1]) / 2**20
 
 
-def compiled(model: torch.nn.Module) -> Callable[..., Any]:
-    """By graphopt, one of many layers for all; where there is no GPU (to try this), captured and run in eager mode."""
-    options = {"graphopt.regions": "auto"} if len(model.blocks) > 4 else {}
+def compiled(model: torch.nn.Module, **options: str) -> Callable[..., Any]:
+    """By graphopt; where there is no GPU (to try this script), captured and run in eager mode."""
     return torch.compile(model, backend="graphopt", options=options if GPU else {"graphopt.compiler": "aot_eager"})
 
 
@@ -84,8 +83,9 @@ def estimate(width: str, layers: int, T: int, system: str) -> float:
 
 def resident(model: torch.nn.Module, warm: bool) -> tuple[Callable[..., Any], Callable[[], None], Callable[[], None]]:
     """The compiled model, an update of fp32 masters, and what forgets gradients."""
+    whole = compiled(model, **{"graphopt.regions": "auto"} if len(model.blocks) > 4 else {})  # as a streamed one is
     if warm:
-        return compiled(model), lambda: None, lambda: model.zero_grad(set_to_none=True)
+        return whole, lambda: None, lambda: model.zero_grad(set_to_none=True)
     pairs = [(p, p.detach().float().clone().requires_grad_()) for p in model.parameters()]
     updates = [torch.optim.AdamW([master], lr=1e-5, fused=GPU) for _, master in pairs]  # one by one: one fp32 gradient
     for update, (_, master) in zip(updates, pairs):  # the moments exist before the first clip
@@ -101,7 +101,7 @@ def resident(model: torch.nn.Module, warm: bool) -> tuple[Callable[..., Any], Ca
                 master.grad = None
                 p.data.copy_(master.detach())
 
-    return compiled(model), step, lambda: model.zero_grad(set_to_none=True)
+    return whole, step, lambda: model.zero_grad(set_to_none=True)
 
 
 def streamed(model: torch.nn.Module, warm: bool) -> tuple[Callable[..., Any], Callable[[], None], Callable[[], None]]:
