@@ -236,7 +236,9 @@ CANNOT = """## What cannot be compared
 
 CLIPS = """1088 x 1920; T latent frames of 68 x 120 tokens are 4 T - 3 frames. A step is forward, backward and update,
 where that is on the host to its end. `allocated` and `reserved` are the most that torch's tensors and its allocator
-held, `host` is the most that the process has held so far. A streamed layer is recomputed in the backward.
+held, `host` is the most that the process has held so far. A streamed layer is recomputed in the backward. Neither
+attention keeps a matrix of tokens x tokens, so a window shortens the step and not the memory: a learned one adds its
+offsets. Where dense attention wrote that matrix, it would end far earlier.
 """
 
 
