@@ -63,7 +63,7 @@ def activations(results: Rows) -> str:
         ours = first(results, "papers", figure="norm", system="graphopt", direction="backward", shape=eager["shape"])
         if ours:
             gain = 1 - ours["saved_bytes"] / eager["saved_bytes"]
-            parts.append(f"-{100 * gain:.1f} % at D = {eager['shape'][2]} ({eager['saved_bytes'] / 1e9:.2f} to "
+            parts.append(f"-{100 * gain:.2f} % at D = {eager['shape'][2]} ({eager['saved_bytes'] / 1e9:.2f} to "
                          f"{ours['saved_bytes'] / 1e9:.4f} GB)")
     return ", ".join(parts) or MISSING
 
