@@ -16,7 +16,7 @@ import report_plots as plots
 from _results import ROOT
 from report_dsa import dsa, dsa_step
 from report_papers import papers
-from report_parts import Results, Section, both, number, stream_rivals, table
+from report_parts import Results, Section, both, number, source, stream_rivals, table
 from report_plans import in_turn, several
 from report_readme import put
 
@@ -222,17 +222,6 @@ def zoo(results: Results) -> Section | None:
 
 SECTIONS = (adaln, bias_gradient, joint_launch, step, peak, dsa, dsa_step, stream, schedule, in_turn, several, kernels,
             zoo)
-
-
-def source(results: Results, file: str) -> str:
-    """One line: where a section's figures come from."""
-    found = results.files[file]
-    commits = sorted({r.get("commit", found["commit"]) for r in found["rows"]})
-    line = found["command"]
-    line = line if len(line) <= 240 else line[:200].rsplit(" ", 1)[0] + " .."  # the file has it whole
-    return (f"`benchmarks/results/{file}`: last command `{line}`, {found['machine']}, "
-            f"torch {found['torch']}, triton {found['triton']}, {found['date']}, commits "
-            + ", ".join(c[:7] for c in commits))
 
 
 def markdown(results: Results, pictures: Path) -> str:

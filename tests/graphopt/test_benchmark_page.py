@@ -105,17 +105,22 @@ def test_the_second_papers_system(tmp_path: Path) -> None:
     clip = {"figure": "clip", "layers": 3, "params_b": 4.6, "host_gib": 60.0}
     rows = [{**clip, "system": s, "frames": f, "tokens": f * 2040, "fits": fits, "step_s": sec, "peak_gib": g}
             for s, f, fits, sec, g in (("streamed", 9, True, 4.0, 30.0), ("streamed", 85, True, 60.0, 137.0), ("streamed", 89, False, 9.0, 139.0),
-                                       ("streamed_dsa", 9, True, 2.0, 31.0), ("streamed_dsa", 81, True, 15.0, 130.0))]
-    rows += [{"figure": "mfu", "system": s, "direction": d, "tokens": 7800, "mfu": m}
+                                       ("streamed_dsa", 9, True, 2.0, 31.0), ("streamed_dsa", 81, True, 15.0, 130.0), ("resident", 9, True, None, 99.0))]
+    rows += [{**clip, "system": "resident", "frames": 17, "tokens": 32640, "fits": False, "other": True, "step_s": 1.0, "peak_gib": 80.0}]
+    rows += [{"figure": "mfu", "system": s, "direction": d, "tokens": 7800, "mfu": m, "layers": 6, "params_b": 2.3}
              for s, d, m in (("prefetch", "priority", 0.4), ("no prefetch", "deferred", 0.2))]
-    rows += [{"figure": "forward", "system": s, "params_b": 14.3, "forward_ms": ms} for s, ms in (("serial", 1100.0), ("asynchronous", 550.0))]
+    rows += [{"figure": "forward", "system": s, "params_b": 14.3, "tokens": 7800, "forward_ms": ms} for s, ms in (("serial", 1100.0), ("asynchronous", 550.0))]
     page(tmp_path, {"papers": rows})
     text = (tmp_path / "docs" / "papers.md").read_text()
     assert "streamed dense: 85 frames (173,400 tokens, 60.0 s a step, 137 GiB, host 60 GiB; 89 out of memory)" in text
     assert "streamed + DSA: 81 frames" in text
     assert "its limit was not reached" in text
-    assert "| 2.0x at 9 frames (4.0 to 2.0 s, 30 and 31 GiB) |" in text
-    assert "7,800 tokens: 40 % prefetch, priority, 20 % no prefetch" in text
+    assert "| 2.0x at 9 frames (4.0 to 2.0 s, 30 and 31 GiB; 3 layers of a 105 B model's width (4.6 B parameters), the whole GPU) |" in text
+    assert "| streamed dense | 89 | 181,560 | out of memory | - | 139.0 | - | 60.0 |" in text
+    assert "resident dense: 9 frames (18,360 tokens, 99 GiB, host 60 GiB; its limit was not reached)" in text
+    assert "| resident dense | 17 | 32,640 | failed | - |" in text
+    assert "- `benchmarks/results/h200/papers.json`: last command `python benchmarks/x.py`, h200, torch 2.11, triton 3.6" in text
+    assert "7,800 tokens: 40 % prefetch, priority, 20 % no prefetch (2.3 B parameters, 6 layers of Wan 14B's width)" in text
     assert "2.00x at 14.3 B" in text
 
 
