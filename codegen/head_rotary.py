@@ -155,6 +155,12 @@ class _Lines:
         """What belongs to the tensor the row comes from."""
         return f"tl.where(first, {one}, {other})" if self.two else one
 
+    def weight(self, name: str, pointer: str) -> None:
+        """A weight in fp32, a tile of each height: a single row would have a layout of its own, and the compiler turns
+        tiles into that instead of the row into theirs."""
+        for heads in sorted(set(self.spec.blocks), reverse=True):
+            self(f"{name}_{heads} = tl.load({pointer} + e + tl.zeros([{heads}, 1], tl.int32)).to(tl.float32)")
+
     def angles(self) -> None:
         """`cos` and `sin` of the current row, even and odd columns, [1, d / 2]; rows beyond the tables are not turned."""
         half = self.spec.d // 2
@@ -188,11 +194,11 @@ def _forward(spec: HeadRotary) -> str:
         out.load("x", i, f"x + h_{i} * x_h + e")
     out.angles()
     if spec.weighted:
-        out(f"weight = tl.load({out.pick('WEIGHT0', 'WEIGHT1')} + e).to(tl.float32)")
+        out.weight("weight", out.pick("WEIGHT0", "WEIGHT1"))
     out(f"y = Y + tl.program_id(0).to(tl.int64) * {spec.D}")
-    for i in out.blocks:
+    for i, heads in enumerate(spec.blocks):
         out.rstd(i)
-        out(f"y_{i} = x_{i} * rstd{' * weight' if spec.weighted else ''}")
+        out(f"y_{i} = x_{i} * rstd{f' * weight_{heads}' if spec.weighted else ''}")
         out.turned("y", i, back=False)
         out.store(i, f"y + h_{i} * {spec.d} + e", f"y_{i}", spec.y_dtype)
     return out.source()
@@ -203,7 +209,7 @@ def _backward(spec: HeadRotary) -> str:
     widths = sorted(set(spec.blocks), reverse=True)
     tensors = range(spec.streams) if spec.weighted else range(0)
     for k in tensors:
-        out(f"weight_{k} = tl.load(WEIGHT{k} + e).to(tl.float32)")
+        out.weight(f"weight{k}", f"WEIGHT{k}")
         for heads in widths:
             out(f"sum_{k}_{heads} = tl.zeros([{heads}, {spec.d}], tl.float32)")
     ring = f", num_stages={spec.stages}" if spec.stages else ""
@@ -215,8 +221,8 @@ def _backward(spec: HeadRotary) -> str:
         out.load("dy", i, f"dy + h_{i} * dy_h + e")
         out.load("x", i, f"x + h_{i} * x_h + e")
     out.angles()
-    if spec.weighted:
-        out(f"weight = {out.pick('weight_0', 'weight_1')}")
+    for heads in widths if spec.weighted else ():
+        out(f"weight_{heads} = {out.pick(f'weight0_{heads}', f'weight1_{heads}')}")
     rows = out.pick(f"DX0 + (b * N0 + n) * {spec.D}", f"DX1 + (b * (N - N0) + n - N0) * {spec.D}")
     out(f"dx = {rows if out.two else f'DX0 + tl.cast(step, tl.int64) * {spec.D}'}")
     for i, heads in enumerate(spec.blocks):
@@ -230,7 +236,7 @@ def _backward(spec: HeadRotary) -> str:
                 out(f"sum_1_{heads} += tl.where(first, 0.0, part)")
             else:
                 out(f"sum_0_{heads} += part")
-            out(f"dy_{i} = dy_{i} * weight")
+            out(f"dy_{i} = dy_{i} * weight_{heads}")
         out(f"mean = tl.sum(dy_{i} * x_{i}, 1)[:, None] * {1.0 / spec.d!r}")
         out.store(i, f"dx + h_{i} * {spec.d} + e", f"(dy_{i} - x_{i} * mean) * rstd", spec.x_dtype)
     out.depth = 1

@@ -67,7 +67,7 @@ def compare(t: dict) -> None:
 @pytest.mark.parametrize("heads,d", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values(device: str, heads: int, d: int, dtype: torch.dtype, rows: str) -> None:
-    if device == "cpu" and heads == 24 and (dtype == torch.float32 or rows in ("all", "one")):
+    if device == "cpu" and heads == 24 and (dtype == torch.float32 or rows != "text behind"):
         pytest.skip("slow under the interpreter")
     compare(operands(device, heads, d, dtype, rows))
 
