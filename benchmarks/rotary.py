@@ -3,9 +3,10 @@
     python benchmarks/rotary.py [--shapes 1x32760x12x128,...] [--out FOLDER]      a norm over all heads (Wan)
     python benchmarks/rotary.py --per-head [--cases hunyuan-single,...] [--tune]  a norm per head (rotary_heads.py)
 
-A shape is B x N x heads x channels per head, bf16, fp32 tables and weight (bf16 weights per head).  Microseconds forward
-and backward, medians of CUDA-graph replays; `roofline` is the floor (2 or 3 activations and both tables, over the measured
-copy bandwidth) over graphopt's time; `error` is the largest relative L2 distance of results and gradients from fp64.
+A shape is B x N x heads x channels per head, bf16, fp32 tables and weight (bf16 weights per head).  Microseconds
+forward and backward, medians of CUDA-graph replays; `roofline` is the floor (2 or 3 activations and both tables, over
+the measured copy bandwidth) over graphopt's time; `error` is the largest relative L2 distance of results and gradients
+from fp64.
 `--tune` tries other warps, programs and rings than the closed form's; `--warm` only compiles.
 """
 
@@ -14,9 +15,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import rotary_heads
 import torch
 import torch._functorch.config
-import rotary_heads
 from _results import copy_tb_per_s, save
 from _timing import replayed
 

@@ -162,7 +162,7 @@ class _Lines:
             self(f"{name}_{heads} = tl.load({pointer} + e + tl.zeros([{heads}, 1], tl.int32)).to(tl.float32)")
 
     def angles(self) -> None:
-        """`cos` and `sin` of the current row, even and odd columns, [1, d / 2]; rows beyond the tables are not turned."""
+        """`cos` and `sin` of the current row, even and odd columns, [1, d / 2]; rows behind the tables stay."""
         half = self.spec.d // 2
         for name, rest in (("cos", "1.0"), ("sin", "0.0")):
             self(f"row_of_{name} = tl.load({name.upper()} + n * {name}_n + e, mask=n < R, other={rest}).to(tl.float32)")

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from graphopt.codegen.head_rotary import HeadRotary, emit
 from graphopt.codegen.operators import has_triton
 
 SOURCES = ("head_rotary.py", "head_rotary_operators.py", "emit_sums.py", "configure.py")
-Optional = Tensor | None
+Maybe: TypeAlias = Tensor | None
 
 
 @cache
@@ -67,7 +67,7 @@ def _turned(n: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     return torch.cat([head * cos + swapped * sin, tail], 1)
 
 
-def _high(*tensors: Optional) -> torch.dtype:
+def _high(*tensors: Maybe) -> torch.dtype:
     wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
     return torch.float64 if wide else torch.float32
 
@@ -79,7 +79,7 @@ def _normed(x: Tensor, high: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def reference_forward(
-    x0: Tensor, weight0: Optional, x1: Optional, weight1: Optional, cos: Tensor, sin: Tensor, eps: float,
+    x0: Tensor, weight0: Maybe, x1: Maybe, weight1: Maybe, cos: Tensor, sin: Tensor, eps: float,
     y_dtype: torch.dtype,
 ) -> Tensor:
     """y [B, N0 + N1, H, d]."""
@@ -93,7 +93,7 @@ def reference_forward(
 
 
 def reference_backward(
-    dy: Tensor, x0: Tensor, weight0: Optional, x1: Optional, weight1: Optional, cos: Tensor, sin: Tensor, eps: float
+    dy: Tensor, x0: Tensor, weight0: Maybe, x1: Maybe, weight1: Maybe, cos: Tensor, sin: Tensor, eps: float
 ) -> list[Tensor]:
     """[dx0, dweight0, dx1, dweight1]; what is not there is empty."""
     high = _high(x0, weight0, dy)
@@ -115,7 +115,7 @@ def reference_backward(
 # -- kernels -----------------------------------------------------------------------------------------------------
 
 
-def _spec(direction: str, xs: list[Tensor], weight: Optional, eps: float, y_dtype: torch.dtype) -> HeadRotary:
+def _spec(direction: str, xs: list[Tensor], weight: Maybe, eps: float, y_dtype: torch.dtype) -> HeadRotary:
     x = xs[0]
     return HeadRotary(direction, int(x.shape[2]), int(x.shape[3]), len(xs), eps, weight is not None, x.dtype, y_dtype,
                       kernels.target_of(x.device))
@@ -131,7 +131,7 @@ def _strides(xs: list[Tensor], cos: Tensor, sin: Tensor) -> list[Any]:
 
 
 def forward(
-    x0: Tensor, weight0: Optional, x1: Optional, weight1: Optional, cos: Tensor, sin: Tensor, eps: float,
+    x0: Tensor, weight0: Maybe, x1: Maybe, weight1: Maybe, cos: Tensor, sin: Tensor, eps: float,
     y_dtype: torch.dtype,
 ) -> Tensor:
     """`reference_forward` in one kernel."""
@@ -150,12 +150,12 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x0: Tensor, weight0: Optional, x1: Optional, weight1: Optional, cos: Tensor, sin: Tensor, eps: float
+    dy: Tensor, x0: Tensor, weight0: Maybe, x1: Maybe, weight1: Maybe, cos: Tensor, sin: Tensor, eps: float
 ) -> list[Tensor]:
     """`reference_backward` in one pass over the rows and a small second stage."""
     xs = [_dense(x) for x in (x0, x1) if x is not None]
     weights = [w.contiguous() for w in (weight0, weight1) if w is not None]
-    B, _, H, d = x0.shape
+    B, d = x0.shape[0], x0.shape[3]
     N = sum(x.shape[1] for x in xs)
     dxs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     if B * N == 0:
@@ -191,7 +191,7 @@ def _slots(x0: Tensor, dxs: list[Tensor], dweights: list[Tensor]) -> list[Tensor
 
 
 def _fake_forward(
-    x0: Tensor, weight0: Optional, x1: Optional, weight1: Optional, cos: Tensor, sin: Tensor, eps: float,
+    x0: Tensor, weight0: Maybe, x1: Maybe, weight1: Maybe, cos: Tensor, sin: Tensor, eps: float,
     y_dtype: torch.dtype,
 ) -> Tensor:
     B, N, H, d = x0.shape
@@ -199,7 +199,7 @@ def _fake_forward(
 
 
 def _fake_backward(
-    dy: Tensor, x0: Tensor, weight0: Optional, x1: Optional, weight1: Optional, cos: Tensor, sin: Tensor, eps: float
+    dy: Tensor, x0: Tensor, weight0: Maybe, x1: Maybe, weight1: Maybe, cos: Tensor, sin: Tensor, eps: float
 ) -> list[Tensor]:
     given = (x0, weight0, x1, weight1)
     return [x0.new_empty(0) if t is None else t.new_empty(t.shape) for t in given]

@@ -1,15 +1,15 @@
-"""An RMS norm per head and the rotary embedding behind it become one operator (queries and keys of HunyuanVideo, FLUX).
+"""An RMS norm per head and the rotary embedding behind it become one operator (queries, keys of HunyuanVideo, FLUX).
 
-    n = rms_norm(x, (d,), weight)                    x [B, N, H, d]       y = head_norm_rotate(x, weight, None, None, cos, sin)
+    n = rms_norm(x, (d,), weight)                    x [B, N, H, d]
     real, imaginary = n.reshape(B, N, H, -1, 2).unbind(-1)
-    rotated = stack([-imaginary, real], -1).flatten(3)          ->
+    rotated = stack([-imaginary, real], -1).flatten(3)          ->   y = head_norm_rotate(x, weight, cos, sin)
     y = (n.float() * cos + rotated.float() * sin).to(n.dtype)
 
 Text beside the image is part of it, so that nothing is copied for the `cat`:
 
-    cat([rotate(n[:, :-t]), n[:, -t:]], 1)           one tensor, its last rows are only normed (HunyuanVideo's single blocks)
-    cat([rotate(norm(x)), norm(text)], 1)            two tensors, the second is only normed    (its double blocks)
-    rotate(cat([norm(text), norm(x)], 1))            two tensors                               (FLUX's double blocks)
+    cat([rotate(n[:, :-t]), n[:, -t:]], 1)       one tensor, its last rows only normed (HunyuanVideo's single blocks)
+    cat([rotate(norm(x)), norm(text)], 1)        two tensors, the second is only normed (its double blocks)
+    rotate(cat([norm(text), norm(x)], 1))        two tensors (FLUX's double blocks)
 
 The norm may be written out (diffusers' RMSNorm).  The compiler makes at least two kernels of it in each direction and
 reads x again for the sums of the weight's gradient; the operator moves x and y once, and its backward dy, x and dx.
@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import Node
 

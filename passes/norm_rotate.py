@@ -171,6 +171,8 @@ def fits(found: Found) -> bool:
     """Are the tables as long and as wide as the rows?"""
     x, result = ops_view.value(found.x), ops_view.value(found.result)
     tables = [ops_view.value(t) for t in (found.cos, found.sin)]
-    return x is not None and result is not None and all(
-        t is not None and ops_view.same_size(t.shape[1], x.shape[1]) and ops_view.same_size(t.shape[3], result.shape[-1])
-        for t in tables)
+    if x is None or result is None:
+        return False
+    N, d = x.shape[1], result.shape[-1]
+    same = ops_view.same_size
+    return all(t is not None and same(t.shape[1], N) and same(t.shape[3], d) for t in tables)
