@@ -1,10 +1,13 @@
-"""RMS norm and rotary embedding of queries (passes/norm_rotate.py) against Inductor and eager.
+"""RMS norm and rotary embedding of queries (passes/norm_rotate.py, head_norm_rotate.py) against Inductor and eager.
 
-    python benchmarks/rotary.py [--shapes 1x32760x12x128,...] [--out FOLDER]
+    python benchmarks/rotary.py [--shapes 1x32760x12x128,...] [--out FOLDER]      a norm over all heads (Wan)
+    python benchmarks/rotary.py --per-head [--cases hunyuan-single,...] [--tune]  a norm per head (rotary_heads.py)
 
-A shape is B x N x heads x channels per head, bf16, fp32 tables and weight.  Microseconds forward and backward, medians
-of CUDA-graph replays; `roofline` is the floor (2 or 3 activations and both tables, over the measured copy bandwidth)
-over graphopt's time; `error` is the largest relative L2 distance of y, dx and dweight from fp64.
+A shape is B x N x heads x channels per head, bf16, fp32 tables and weight (bf16 weights per head).  Microseconds
+forward and backward, medians of CUDA-graph replays; `roofline` is the floor (2 or 3 activations and both tables, over
+the measured copy bandwidth) over graphopt's time; `error` is the largest relative L2 distance of results and gradients
+from fp64.
+`--tune` tries other warps, programs and rings than the closed form's; `--warm` only compiles.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import rotary_heads
 import torch
 import torch._functorch.config
 from _results import copy_tb_per_s, save
@@ -78,15 +82,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--per-head", action="store_true")
+    parser.add_argument("--cases", default=rotary_heads.DEFAULT, help="with --per-head")
+    parser.add_argument("--tune", action="store_true", help="with --per-head")
+    parser.add_argument("--tune-only", action="store_true", help="with --per-head")
+    parser.add_argument("--warm", action="store_true", help="with --per-head")
     args = parser.parse_args()
     torch._functorch.config.donated_buffer = False
+    if args.per_head:
+        rotary_heads.run(args.cases.split(","), not args.tune_only, args.tune or args.tune_only, args.warm, args.out)
+        return
     bandwidth = copy_tb_per_s()
     for text in args.shapes.split(","):
         rows = measure(tuple(map(int, text.split("x"))), bandwidth)
         for row in rows:
             times = "  ".join(f"{s} {t:.1f}" for s, t in row["us"].items())
             print(f"{text} {row['direction']:8s} {row['roofline']:.3f} error {row['error']:.1e}  {times}", flush=True)
-        save("rotary", rows, ("direction", "shape"), {"copy_tb_per_s": bandwidth}, args.out)
+        save("rotary", rows, ("direction", "shape", "form"), {"copy_tb_per_s": bandwidth}, args.out)
         torch.cuda.empty_cache()
 
 

@@ -33,7 +33,8 @@ KEYS = ("model", "grid", "batch", "layers", "system")
 # cuDNN's attention faults on it (torch 2.11, Inductor alone as well): FlashAttention for every system
 WITHOUT_CUDNN = {"flux-dev"}
 # the passes beside the sites
-BESIDE = ("norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch")
+BESIDE = ("norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch",
+          "head_norm_rotate")
 
 
 def compiled(model: torch.nn.Module, system: str):

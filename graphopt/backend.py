@@ -34,6 +34,7 @@ from graphopt.passes import (
 )
 from graphopt.passes.adaln import AdaLN
 from graphopt.passes.canonical import Canonicalize
+from graphopt.passes.head_norm_rotate import HeadNormRotate
 from graphopt.passes.lower_video_attention import LowerVideoAttention, MatchGlobalAttention, has_mark
 from graphopt.passes.norm_rotate import NormRotate
 from graphopt.passes.record import PassRecord, Site
@@ -133,8 +134,7 @@ def passes(gm: fx.GraphModule, config: Config) -> list[pipeline.Pass]:
     """
     slide = slides(gm, config)
     order: list[pipeline.Pass] = [Canonicalize(), *([MatchGlobalAttention()] if slide else [])]
-    if "norm_rotate" in beside(config):
-        order.append(NormRotate())
+    order += [p for p in (NormRotate(), HeadNormRotate()) if p.name in beside(config)]
     return [*order, AdaLN(), *([LowerVideoAttention(config.dsa)] if slide else [])]
 
 
@@ -143,7 +143,8 @@ def beside(config: Config) -> set[str]:
     if config.numerics != "fp32":
         return set()
     usual = catalogue.BESIDE if config.rules is None else frozenset()
-    unverified = {"norm_rotate"} if config.verify else set()  # its chain writes in place, which verify does not replay
+    # the first one's chain writes in place, which verify does not replay; and it knows the sites of rules alone
+    unverified = {"norm_rotate", "head_norm_rotate"} if config.verify else set()
     return {*usual, *config.experimental} - {*config.disable} - unverified
 
 

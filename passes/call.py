@@ -10,21 +10,22 @@ from torch.fx import Node
 
 from graphopt.codegen.form import OPERANDS, OUTPUT_PARTS, encode_outputs, encode_rounding
 from graphopt.passes import ops_view
+from graphopt.passes.pattern import Attempt
 from graphopt.passes.rule import Match
 
 
-def kind_of_norm(match: Match, prefix: str = "") -> str:
+def kind_of_norm(match: Match | Attempt, prefix: str = "") -> str:
     """layer_norm, rms_norm, or written_out."""
     return "written_out" if match.get(prefix + "normed") is not None else ops_view.canonical(match[prefix + "norm"])
 
 
-def norm_name(match: Match, prefix: str = "") -> str:
+def norm_name(match: Match | Attempt, prefix: str = "") -> str:
     """The norm as operators name it."""
     kind: Any = match.get(prefix + "kind")
     return kind or ops_view.canonical(match[prefix + "norm"])
 
 
-def affine(match: Match, prefix: str = "") -> dict[str, Node | None]:
+def affine(match: Match | Attempt, prefix: str = "") -> dict[str, Node | None]:
     """Weight and bias of the norm, before any cast that keeps their values."""
     norm, kind = match[prefix + "norm"], kind_of_norm(match, prefix)
     if kind == "written_out":
@@ -46,7 +47,7 @@ def _uncast(node: Node | None) -> Node | None:
     return node
 
 
-def epsilon(match: Match, prefix: str = "") -> float:
+def epsilon(match: Match | Attempt, prefix: str = "") -> float:
     """The norm's eps (torch's default is 1e-5).  With dynamic=True it is symbolic; reading it adds a guard."""
     norm, kind = match[prefix + "norm"], kind_of_norm(match, prefix)
     if kind == "written_out":

@@ -95,7 +95,7 @@ def launched(node: fx.Node) -> bool:
 def gains(first: fx.Node, second: fx.Node) -> bool:
     """Are two launches of the kind that is faster as one?"""
     calls = [_compat_triton.triton_call(n) for n in (first, second)]
-    return all(c is not None and c.name.endswith("_forward") and not c.name.startswith("norm_rotate")
+    return all(c is not None and c.name.endswith("_forward") and "norm_rotate" not in c.name
                and largest(c.arguments) <= MOST for c in calls)
 
 

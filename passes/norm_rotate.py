@@ -14,28 +14,21 @@ halves for every element; the operator moves x and y once, and its backward dy, 
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from graphopt import _compat
 from graphopt.codegen import compiler, rotary_operators
-from graphopt.codegen.operators import has_triton
-from graphopt.codegen.readiness import local_target
 from graphopt.codegen.rotary import MAX_D, Rotary
 from graphopt.codegen.rotary import unit as rotary_unit
-from graphopt.errors import CodegenError
-from graphopt.passes import ops_view, source
-from graphopt.passes.facts import Facts, gather
-from graphopt.passes.pipeline import PassContext, nested
-from graphopt.passes.record import PassRecord, Site
+from graphopt.passes import ops_view
+from graphopt.passes.rotary_sites import DTYPES, Chain, RotaryPass, halves_of, only_user
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SMALLEST = 4 << 20  # bytes of x: below, launches decide
 EVEN, ODD = (Ellipsis, slice(0, None, 2)), (Ellipsis, slice(1, None, 2))
 
 
@@ -54,57 +47,27 @@ class Found:
     eps: float
 
 
-class NormRotate:
+class NormRotate(RotaryPass):
     """RMS norm and rotary embedding in one kernel per direction."""
 
     name = "norm_rotate"
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset()
-    conflicts = frozenset({"partitioned"})
 
-    def run(self, gm: fx.GraphModule, context: PassContext) -> PassRecord:
-        """See Pass."""
-        graphs = nested(gm)
-        record = PassRecord(self.name, sum(len(g.graph.nodes) for g in graphs))
-        for g in graphs:
-            self.one(g, context, record)
-        record.nodes_after = sum(len(g.graph.nodes) for g in graphs)
-        return record
-
-    def one(self, g: fx.GraphModule, context: PassContext, record: PassRecord) -> None:
-        """Rewrite one graph."""
-        norms = [n for n in g.graph.nodes if ops_view.canonical(n) == "rms_norm"]
-        if not norms or not any(ops_view.canonical(n) == "setitem" for n in g.graph.nodes):
+    def chains(self, graph: fx.Graph) -> Iterator[Chain]:
+        """See RotaryPass."""
+        norms = [n for n in graph.nodes if ops_view.canonical(n) == "rms_norm"]
+        if not norms or not any(ops_view.canonical(n) == "setitem" for n in graph.nodes):
             return
-        facts, changed = gather(g), False
         for norm in norms:
             found = match(norm)
-            if found is None or unsafe(found, facts):
-                continue
-            engine = engine_for(found, context)
-            if engine is None or (engine == "triton" and not self.builds(found, context, record)):
-                continue
-            record.sites.append(site(found))
-            put(g.graph, found, engine)
-            changed = True
-        if changed:
-            g.graph.lint()
-            g.recompile()
+            if found is not None and fits(found):
+                inputs = [n for n in (found.x, found.weight, found.cos, found.sin) if n is not None]
+                yield Chain([norm], inputs, found.result, found.core, partial(units, found), partial(call, found), 0)
 
-    def builds(self, found: Found, context: PassContext, record: PassRecord) -> bool:
-        """Do both kernels compile?  If not: one warning, or the error."""
-        target = context.target or local_target()
-        try:
-            for unit in units(found, target):
-                compiler.compiled(unit, target)
-        except CodegenError as error:
-            if context.on_error == "raise":
-                raise
-            place = source.where(found.norm) or found.norm.name
-            context.warn(f"{source.fqn(found.norm)} ({place}): {error.what}; the site is left to Inductor")
-            record.dropped.append(found.result.name)
-            return False
-        return True
+
+def call(found: Found, engine: str) -> tuple[Any, tuple[Any, ...]]:
+    """The operator and its arguments."""
+    return rotary_operators.operator(engine), (
+        found.x, found.weight, found.cos, found.sin, found.heads, found.eps, ops_view.dtype_of(found.result))
 
 
 def units(found: Found, target: str) -> list[compiler.Unit]:
@@ -158,11 +121,6 @@ def match(norm: Node) -> Found | None:
     return Found(norm, x, weight, angles[0], angles[1], result, core, heads, eps)  # type: ignore[arg-type]
 
 
-def only_user(node: Node) -> Node | None:
-    """The one reader of a node."""
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
 def is_kind(node: Node, kind: str) -> bool:
     """Is a reader of the heads the view in pairs, the new tensor, or the cast at the end?"""
     if kind == "pairs":
@@ -171,17 +129,6 @@ def is_kind(node: Node, kind: str) -> bool:
     if kind == "empty":
         return node.target is torch.empty_like and not node.kwargs
     return ops_view.canonical(node) == "cast" and node.target == "type_as"
-
-
-def halves_of(pairs: Node) -> tuple[Node, Node] | None:
-    """(even, odd) of a view in pairs."""
-    unbound = only_user(pairs)
-    if unbound is None or ops_view.canonical(unbound) != "unbind":
-        return None
-    if ops_view.operand(unbound, 1, "dim", 0) not in (-1, 4):
-        return None
-    picks = {u.args[1]: u for u in unbound.users if ops_view.canonical(u) == "pick"}
-    return (picks[0], picks[1]) if set(picks) == {0, 1} and len(unbound.users) == 2 else None
 
 
 def _key(write: Node) -> int | None:
@@ -220,64 +167,12 @@ def table_of(piece: Any, index: tuple[Any, ...]) -> Node | None:
     return table if ops_view.same_size(v.shape[0], 1) and ops_view.same_size(v.shape[2], 1) else None
 
 
-def unsafe(found: Found, facts: Facts) -> bool:
-    """Would the operator see other values, or stand where it cannot?"""
-    inputs = [n for n in (found.x, found.weight, found.cos, found.sin) if n is not None]
-    values = [ops_view.value(n) for n in inputs]
-    if any(v is None or not _compat.is_fake(v) or v.dtype not in DTYPES for v in values):
-        return True
-    x, cos, sin = values[0], values[-2], values[-1]
-    result = ops_view.value(found.result)
-    if result is None or result.dtype not in DTYPES or x is None or cos is None or sin is None:
-        return True
-    d = result.shape[-1]
-    N = x.shape[1]
-    fits = all(ops_view.same_size(t.shape[1], N) and ops_view.same_size(t.shape[3], d) for t in (cos, sin))
-    index = [facts.index[n] for n in found.core]
-    if not fits or len({facts.region[n] for n in found.core}) > 1:
-        return True
-    if facts.transform(found.result) is not None or _compat.forward_mode_ad() is not None:
-        return True
-    return facts.write_between(min(index), max(index), [*inputs, found.norm]) is not None
-
-
-def engine_for(found: Found, context: PassContext) -> str | None:
-    """Which operator to call, or None where the site is better left alone."""
-    value = ops_view.value(found.x)
-    if value is None:
-        return None
-    here = value.device.type == "cuda" or context.target is not None
-    if not has_triton() or not here:
-        return "reference" if context.select == "all" else None
-    target = context.target or local_target()
-    rows = _compat.size_hint(value.shape[0]) * _compat.size_hint(value.shape[1])
-    large = rows * value.shape[-1] * value.dtype.itemsize >= SMALLEST
-    return "triton" if context.select == "all" or (large and not target.startswith("gfx")) else None
-
-
-def site(found: Found) -> Site:
-    """What the report says."""
-    value = ops_view.value(found.result)
-    shape = () if value is None else tuple(s if isinstance(s, int) else str(s) for s in value.shape)
-    dtype = str(ops_view.dtype_of(found.result)).removeprefix("torch.")
-    fqn, where = source.fqn(found.norm), source.where(found.norm)
-    return Site("rotary", "norm_rotate", fqn, found.result.name, where, shape, dtype, "rewritten", norms=(fqn,))
-
-
-def put(graph: fx.Graph, found: Found, engine: str) -> None:
-    """The call in, the chain out."""
-    value = ops_view.value(found.result)
-    if value is None:
-        raise ValueError("a rotary embedding without a known result")
-    with graph.inserting_before(found.result):
-        call = graph.create_node("call_function", rotary_operators.operator(engine), (
-            found.x, found.weight, found.cos, found.sin, found.heads, found.eps, value.dtype), name="norm_rotate")
-        new = graph.call_function(operator.getitem, (call, 0))
-    for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
-        if key in found.norm.meta:
-            call.meta[key] = found.norm.meta[key]
-    new.meta = dict(found.result.meta)
-    found.result.replace_all_uses_with(new)
-    place = {n: i for i, n in enumerate(graph.nodes)}
-    for node in sorted(dict.fromkeys(found.core), key=place.__getitem__, reverse=True):
-        graph.erase_node(node)
+def fits(found: Found) -> bool:
+    """Are the tables as long and as wide as the rows?"""
+    x, result = ops_view.value(found.x), ops_view.value(found.result)
+    tables = [ops_view.value(t) for t in (found.cos, found.sin)]
+    if x is None or result is None:
+        return False
+    N, d = x.shape[1], result.shape[-1]
+    same = ops_view.same_size
+    return all(t is not None and same(t.shape[1], N) and same(t.shape[3], d) for t in tables)

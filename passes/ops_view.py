@@ -56,6 +56,8 @@ SPELLINGS: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
     "chunk": ((torch.chunk, aten.chunk.default), ("chunk",)),
     "split": ((torch.split, torch.functional.split), ("split",)),
     "unbind": ((torch.unbind, aten.unbind.int), ("unbind",)),
+    "stack": ((torch.stack, aten.stack.default), ()),
+    "neg": ((operator.neg, torch.neg, torch.negative, aten.neg.default), ("neg", "negative", "__neg__")),
     "cat": ((torch.cat, torch.concat, torch.concatenate, aten.cat.default), ()),
     "getitem": ((operator.getitem,), ("__getitem__",)),
     "setitem": ((operator.setitem,), ("__setitem__",)),

@@ -1,0 +1,247 @@
+"""Kernels of an RMS norm per head with a rotary embedding behind it (queries and keys of HunyuanVideo, FLUX).
+
+    n      = x * rstd * weight                           x [B, N, H, d], rstd over d, one weight [d] for all heads
+    y_2i   = n_2i * cos_2i - n_2i+1 * sin_2i             y [B, N, H, d]; cos, sin [1, R, 1, d], the same for all heads
+    y_2i+1 = n_2i+1 * cos_2i+1 + n_2i * sin_2i+1         rows from R on: y = n
+
+x is one tensor, or two that stand behind one another in y (text and image), each with its own weight: a program picks
+the tensor that its row comes from.  A tile is [heads, d] with every head inside one warp, so that no reduction waits
+for another warp.  rstd is not stored: the backward has the whole head and computes it again.  The backward walks rows
+with persistent programs through a ring and sums the weights' gradients in registers; one pass each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphopt.codegen.compiler import Unit
+from graphopt.codegen.configure import RING_BYTES, cut, ring_limit
+from graphopt.codegen.emit_base import HEADER, TL
+
+MAX_D = 8192
+MAX_HEAD = 512
+
+
+@dataclass(frozen=True)
+class HeadRotary:
+    """One kernel: direction, heads, channels per head (a power of two), how many tensors, eps, weights or none, dtypes,
+    GPU.  `chosen`: warps, programs per multiprocessor and ring stages, where a benchmark tries others than these."""
+
+    direction: str
+    heads: int
+    d: int
+    streams: int
+    eps: float
+    weighted: bool
+    x_dtype: torch.dtype
+    y_dtype: torch.dtype
+    target: str = "sm90"
+    chosen: tuple[int, int, int] | None = None
+
+    @property
+    def D(self) -> int:
+        """Channels of a row."""
+        return self.heads * self.d
+
+    @property
+    def function(self) -> str:
+        """Name of the kernel's function."""
+        return f"head_norm_rotate_{self.direction}"
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program."""
+        if self.chosen is not None:
+            return self.chosen[0]
+        if self.direction == "forward":
+            return 1 if self.D <= 1024 else 2 if self.D <= 2048 else 4
+        return 1 if self.D <= 512 else 2 if self.D < 1400 else 4 if self.D <= 5120 else 8
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Heads of every sub-block: eight channels a thread."""
+        return cut(self.heads, max(1, self.warps * 256 // self.d))
+
+    @property
+    def programs_per_sm(self) -> int:
+        """Of the backward: a row is a longer chain than its traffic, so two programs at least."""
+        if self.chosen is not None:
+            return self.chosen[1]
+        return 4 if self.D <= 1400 else 3 if self.D < 2560 else 2 if self.D <= 4096 else 1
+
+    @property
+    def stages(self) -> int:
+        """Depth of the backward's ring; 0 where a target forms none."""
+        row = self.D * (self.x_dtype.itemsize + self.y_dtype.itemsize) + 2 * self.d * 4
+        row *= self.programs_per_sm
+        stages = 1 + min(5, max(2, int(RING_BYTES / row + 0.5))) if self.chosen is None else self.chosen[2]
+        return stages if (stages - 1) * row <= ring_limit(self.target) else 0
+
+
+def emit(spec: HeadRotary) -> str:
+    """The source of one kernel."""
+    return _forward(spec) if spec.direction == "forward" else _backward(spec)
+
+
+def unit(spec: HeadRotary, table: torch.dtype, weights: tuple[torch.dtype, ...]) -> Unit:
+    """The kernel as the compiler needs it; dtypes of the tables and of the weights."""
+    dtypes = {"Y": spec.y_dtype, "DY": spec.y_dtype, "COS": table, "SIN": table, "PARTIAL": torch.float32}
+    for k in range(spec.streams):
+        dtypes |= {f"X{k}": spec.x_dtype, f"DX{k}": spec.x_dtype}
+    dtypes |= {f"WEIGHT{k}": dtype for k, dtype in enumerate(weights)}
+    strides = ("dy_b", "dy_n", "dy_h", "cos_n", "sin_n", *(f"x{k}_{i}" for k in range(spec.streams) for i in "bnh"))
+    return Unit(spec.function, spec.D, emit(spec), tuple(dtypes.items()), strides, spec.warps)
+
+
+def arguments(spec: HeadRotary) -> list[str]:
+    """The kernel's arguments, in order."""
+    each = range(spec.streams)
+    xs = [f"X{k}" for k in each]
+    weights = [f"WEIGHT{k}" for k in each] if spec.weighted else []
+    sizes = ["N", *(["N0"] if spec.streams == 2 else []), "R"]
+    strides = [f"x{k}_{i}" for k in each for i in "bnh"] + ["cos_n", "sin_n"]
+    if spec.direction == "forward":
+        return [*xs, *weights, "COS", "SIN", "Y", *sizes, *strides]
+    results = [*(f"DX{k}" for k in each), *(["PARTIAL"] if spec.weighted else [])]
+    return ["DY", *xs, *weights, "COS", "SIN", *results, "M", "P", *sizes, "dy_b", "dy_n", "dy_h", *strides]
+
+
+class _Lines:
+    """Lines of a kernel, and the addresses and masks of its sub-blocks."""
+
+    def __init__(self, spec: HeadRotary) -> None:
+        self.spec, self.depth = spec, 1
+        self.text = ["@triton.jit", f"def {spec.function}({', '.join(arguments(spec))}):"]
+        self.starts = [sum(spec.blocks[:i]) for i in range(len(spec.blocks))]
+        self.two = spec.streams == 2
+        self(f"e = tl.arange(0, {spec.d})[None, :]")
+        for i, heads in enumerate(spec.blocks):
+            start = f"{self.starts[i]} + " if self.starts[i] else ""
+            self(f"h_{i} = ({start}tl.arange(0, {heads}))[:, None]")
+
+    def __call__(self, line: str) -> None:
+        self.text.append("    " * self.depth + line)
+
+    @property
+    def blocks(self) -> range:
+        return range(len(self.spec.blocks))
+
+    def mask(self, i: int, load: bool) -> str:
+        """The mask arguments of a load or a store."""
+        if self.starts[i] + self.spec.blocks[i] <= self.spec.heads:
+            return ""
+        return f", mask=h_{i} < {self.spec.heads}" + (", other=0.0" if load else "")
+
+    def load(self, name: str, i: int, address: str) -> None:
+        """`name_i` in fp32."""
+        self(f"{name}_{i} = tl.load({address}{self.mask(i, True)}).to(tl.float32)")
+
+    def store(self, i: int, address: str, value: str, dtype: torch.dtype) -> None:
+        """Round and store."""
+        self(f"tl.store({address}, ({value}).to({TL[dtype]}){self.mask(i, False)})")
+
+    def row(self, program: str) -> None:
+        """`n` and `b` of a row of y, and where its x starts."""
+        self(f"n = ({program} % N).to(tl.int64)")
+        self(f"b = ({program} // N).to(tl.int64)")
+        if self.two:
+            self("first = n < N0")
+        self(f"x = {self.pick('X0 + b * x0_b + n * x0_n', 'X1 + b * x1_b + (n - N0) * x1_n')}")
+        self(f"x_h = {self.pick('x0_h', 'x1_h')}")
+
+    def pick(self, one: str, other: str) -> str:
+        """What belongs to the tensor the row comes from."""
+        return f"tl.where(first, {one}, {other})" if self.two else one
+
+    def weight(self, name: str, pointer: str) -> None:
+        """A weight in fp32, a tile of each height: a single row would have a layout of its own, and the compiler turns
+        tiles into that instead of the row into theirs."""
+        for heads in sorted(set(self.spec.blocks), reverse=True):
+            self(f"{name}_{heads} = tl.load({pointer} + e + tl.zeros([{heads}, 1], tl.int32)).to(tl.float32)")
+
+    def angles(self) -> None:
+        """`cos` and `sin` of the current row, even and odd columns, [1, d / 2]; rows behind the tables stay."""
+        half = self.spec.d // 2
+        for name, rest in (("cos", "1.0"), ("sin", "0.0")):
+            self(f"row_of_{name} = tl.load({name.upper()} + n * {name}_n + e, mask=n < R, other={rest}).to(tl.float32)")
+            self(f"{name}_even, {name}_odd = tl.split(tl.reshape(row_of_{name}, [1, {half}, 2]))")
+
+    def turned(self, name: str, i: int, back: bool) -> None:
+        """`name_i` rotated by the angles, or the gradient of that."""
+        heads, d = self.spec.blocks[i], self.spec.d
+        self(f"even, odd = tl.split(tl.reshape({name}_{i}, [{heads}, {d // 2}, 2]))")
+        if back:
+            pair = "even * cos_even + odd * sin_odd, odd * cos_odd - even * sin_even"
+        else:
+            pair = "even * cos_even - odd * sin_even, odd * cos_odd + even * sin_odd"
+        self(f"{name}_{i} = tl.reshape(tl.join({pair}), [{heads}, {d}])")
+
+    def rstd(self, i: int) -> None:
+        """1 / root mean square of each head, [heads, 1]."""
+        self(f"square = tl.sum(x_{i} * x_{i}, 1)[:, None] * {1.0 / self.spec.d!r}")
+        self(f"rstd = 1.0 / tl.sqrt(square + {self.spec.eps!r})")
+
+    def source(self) -> str:
+        return HEADER + "\n".join(self.text) + "\n"
+
+
+def _forward(spec: HeadRotary) -> str:
+    out = _Lines(spec)
+    out.row("tl.program_id(0)")
+    for i in out.blocks:
+        out.load("x", i, f"x + h_{i} * x_h + e")
+    out.angles()
+    if spec.weighted:
+        out.weight("weight", out.pick("WEIGHT0", "WEIGHT1"))
+    out(f"y = Y + tl.program_id(0).to(tl.int64) * {spec.D}")
+    for i, heads in enumerate(spec.blocks):
+        out.rstd(i)
+        out(f"y_{i} = x_{i} * rstd{f' * weight_{heads}' if spec.weighted else ''}")
+        out.turned("y", i, back=False)
+        out.store(i, f"y + h_{i} * {spec.d} + e", f"y_{i}", spec.y_dtype)
+    return out.source()
+
+
+def _backward(spec: HeadRotary) -> str:
+    out = _Lines(spec)
+    widths = sorted(set(spec.blocks), reverse=True)
+    tensors = range(spec.streams) if spec.weighted else range(0)
+    for k in tensors:
+        out.weight(f"weight{k}", f"WEIGHT{k}")
+        for heads in widths:
+            out(f"sum_{k}_{heads} = tl.zeros([{heads}, {spec.d}], tl.float32)")
+    ring = f", num_stages={spec.stages}" if spec.stages else ""
+    out(f"for step in tl.range(tl.program_id(0), M, P{ring}):")
+    out.depth = 2
+    out.row("step")
+    out("dy = DY + b * dy_b + n * dy_n")
+    for i in out.blocks:
+        out.load("dy", i, f"dy + h_{i} * dy_h + e")
+        out.load("x", i, f"x + h_{i} * x_h + e")
+    out.angles()
+    for heads in widths if spec.weighted else ():
+        out(f"weight_{heads} = {out.pick(f'weight0_{heads}', f'weight1_{heads}')}")
+    rows = out.pick(f"DX0 + (b * N0 + n) * {spec.D}", f"DX1 + (b * (N - N0) + n - N0) * {spec.D}")
+    out(f"dx = {rows if out.two else f'DX0 + tl.cast(step, tl.int64) * {spec.D}'}")
+    for i, heads in enumerate(spec.blocks):
+        out.rstd(i)
+        out.turned("dy", i, back=True)
+        out(f"x_{i} = x_{i} * rstd")
+        if spec.weighted:
+            out(f"part = dy_{i} * x_{i}")
+            if out.two:
+                out(f"sum_0_{heads} += tl.where(first, part, 0.0)")
+                out(f"sum_1_{heads} += tl.where(first, 0.0, part)")
+            else:
+                out(f"sum_0_{heads} += part")
+            out(f"dy_{i} = dy_{i} * weight_{heads}")
+        out(f"mean = tl.sum(dy_{i} * x_{i}, 1)[:, None] * {1.0 / spec.d!r}")
+        out.store(i, f"dx + h_{i} * {spec.d} + e", f"(dy_{i} - x_{i} * mean) * rstd", spec.x_dtype)
+    out.depth = 1
+    for k in tensors:
+        total = " + ".join(f"tl.sum(sum_{k}_{heads}, 0)" for heads in widths)
+        start = f"tl.program_id(0).to(tl.int64) * {len(tensors) * spec.d}{f' + {k * spec.d}' if k else ''}"
+        out(f"tl.store(PARTIAL + {start} + tl.arange(0, {spec.d}), {total})")
+    return out.source()
