@@ -97,7 +97,8 @@ static void {name}(const Piece& s, const Hyper hyper, int64_t a, int64_t b) {{
 }}
 """
 
-# pieces are cut into chunks, so that many small parameters and one large one keep all threads busy alike; returns seconds
+# pieces are cut into chunks, so that many small parameters and one large one keep all threads busy alike; the result is
+# in seconds
 _DRIVER = r"""
 extern "C" double adamw(const Piece* pieces, const Hyper* hypers, int64_t count, const int64_t* firsts, int64_t chunks,
                         int64_t chunk, int threads) {{

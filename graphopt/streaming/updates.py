@@ -169,7 +169,7 @@ class Updates:
             job()
         else:
             for event in (*job.landed, job.layer.reading):
-                if not self.link.ready(event):  # a wait gives the interpreter's lock away, and getting it back takes time
+                if not self.link.ready(event):  # a wait gives the interpreter's lock away, which takes time to get back
                     self.link.join(event)
             state = self.states[job.layer]
             scale = job.scale()
