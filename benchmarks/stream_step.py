@@ -209,6 +209,7 @@ def main() -> None:
         {k: round(v, 1) for k, v in box.pools.items()})
     lists, at, kept = a.updates.split(";"), 0, []
     for resident in map(int, a.resident.split(",")):
+        torch.compiler.reset()  # compiled frames hold the model before
         gc.collect()
         if GPU:
             torch.cuda.empty_cache()
