@@ -26,12 +26,14 @@ WORKSPACE_BYTES = 2 * (32 << 20)  # cuBLAS on a Hopper, for each of the two thre
 # inputs, the pool's waste, and what runs between layers, which cannot use the pool: as wide as a token, fitted on one
 # peak of Wan 1.3B (7,800 tokens)
 GRAPH_UNITS = 7.5
-# the optimizer's rate in a step, beside copies and launches that use the same memory, over its rate alone; and seconds
-# in which the host launches a layer's backward, so that `step()` of a deferred update comes before the GPU is there.
-# Fitted on 16 steps of Wan 1.3B on hosts of 16 and 32 cores (docs/streaming.md): in the loop itself 0.79 to 0.88 of the
-# rate alone, 0.98 once; launches of 5 to 9 ms in timelines
+# the optimizer's rate in a step, beside copies and launches that use the same memory, over its rate alone; seconds in
+# which the host launches a layer's backward, and how many layers it gets ahead of the device at most (a stream holds
+# about a thousand launches): so `step()` of a deferred update comes before the device is there.  Fitted on 16 steps of
+# Wan 1.3B on hosts of 16 and 32 cores (docs/streaming.md): in the loop itself 0.79 to 0.88 of the rate alone, 0.98
+# once; launches of 5 to 9 ms in timelines
 BESIDE = 0.84
 LAUNCH_BACKWARD_S = 5.0e-3
+LAYERS_AHEAD = 8
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 

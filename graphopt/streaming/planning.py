@@ -212,7 +212,8 @@ def _stepped(tasks: list[Task], schedule: fx.Graph) -> list[Task]:
                 took = sum(min(b.seconds, costs.LAUNCH_BACKWARD_S) for b in backwards[s])
                 made[s] = Task(f"step {s}", "launch", took, (forward[s],), label=f"step {s}", kind="launch")
                 out.append(made[s])
-            t = replace(t, after=(*(a for a in t.after if label[a] == t.label), made[s].name))
+            reached = backwards[s][max(0, len(backwards[s]) - 1 - costs.LAYERS_AHEAD)].name
+            t = replace(t, after=(*(a for a in t.after if label[a] == t.label), made[s].name, reached))
         out.append(t)
     return out
 
