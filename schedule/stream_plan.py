@@ -33,7 +33,7 @@ GRAPH_UNITS = 7.5
 # once; launches of 5 to 9 ms in timelines
 BESIDE = 0.84
 LAUNCH_BACKWARD_S = 5.0e-3
-LAYERS_AHEAD = 8
+LAYERS_AHEAD = 9
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 
