@@ -19,7 +19,7 @@ from graphopt.streaming.store import Entry, HostLayer, HostStore
 SMALL = 0.05
 # part of the free device memory that first layers may take with their gradients and state under resident="auto"
 FIRST = 0.05
-# hosts with fewer CPUs for the optimizer than this keep one layer more on the device: measured with 14 and 28
+# hosts with fewer CPUs for the optimizer than this keep four first layers on the device, not two: measured with 14 and 28
 FEW_CPUS = 20
 # attributes by which other systems that move weights mark a module: accelerate, diffusers, DeepSpeed, FSDP
 FOREIGN = ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module")
@@ -38,7 +38,7 @@ def stream(
     device: where it computes.  slots: layers on the device at once; 2 overlaps upload and compute; "auto" begins with 2
     and takes device memory that the first step left unused, so that layers stay between forward and backward.
     resident: what stays on the device beside everything outside the layers and weights shared between layers: "auto"
-    (families of layers that are a small part of the model; on a GPU also the first two layers, three where the host has
+    (families of layers that are a small part of the model; on a GPU also the first two layers, four where the host has
     few CPUs, as far as they take little of its free memory, so that a forward need not wait for the updates of the step
     before), a number of first layers (stream_plan advises one), or names (`blocks.0`, globs).  A resident layer is
     recomputed in the backward as streamed ones are.
@@ -206,7 +206,7 @@ def _resident(size: dict[str, int], resident: str | int | Sequence[str], device:
 
 
 def _first_layers(sizes: list[int], device: torch.device) -> int:
-    """How many first layers stay on a GPU: two, three on a host of few CPUs, fewer where they would take much memory.
+    """How many first layers stay on a GPU: two, four on a host of few CPUs, fewer where they would take much memory.
 
     The first layer's gradient, update and upload are the chain that a forward waits for at the turn of two steps; it is
     as long as the backward of about two layers (measured on an H200: docs/streaming.md).  Where the CPU optimizer binds
@@ -216,7 +216,7 @@ def _first_layers(sizes: list[int], device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    most = 3 if len(numa.pool_cpus(device)) < FEW_CPUS else 2
+    most = 4 if len(numa.pool_cpus(device)) < FEW_CPUS else 2
     # per 2-byte weight: the gradient 2, the residual 2, the moments 8
     return sum(7 * sum(sizes[:k]) <= FIRST * free for k in range(1, most + 1) if k < len(sizes) - 1)
 
