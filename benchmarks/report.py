@@ -135,16 +135,17 @@ def stream(results: Results) -> Section | None:
         return None
     order = lambda r: str(r.get("update") or "-") + (", graphs" if r.get("graphs") else "")
     lines = [[number(r.get("params_b")), f"{r['tokens']:,}", r["system"], order(r),
-              *(str(r.get(k) or "-") for k in ("cores", "threads", "slots")),
+              *(str(r.get(k) or "-") for k in ("cores", "threads", "slots")), str(r.get("resident", "-")),
               *(number(r.get(k), 4) for k in ("step_ms", "bound_ms", "resident_ms", "plan_ms")),
               number(r.get("rho"), 2), *(number(r.get(k), 3) for k in ("peak_gib", "plan_peak_gib", "host_gib"))]
              for _, r in sorted(found, key=lambda fr: (fr[1].get("params_b") or 0, fr[1]["tokens"], fr[1]["step_ms"]))]
     text = ("Weights, gradients and AdamW in host memory. The bound follows from rates measured alone in the same run "
             "(docs/streaming.md); resident is the same compiled layers kept on the GPU, without an optimizer; "
-            "planned is what `graphopt.stream_plan` said from those rates before. Rows of machines with different "
-            "numbers of cores are of different runs.\n\n"
-            + table(["billions", "tokens", "system", "update", "cores", "threads", "slots", "step, ms", "bound, ms",
-                     "resident, ms", "planned, ms", "bound / step", "GPU peak, GiB", "planned", "host, GiB"], lines))
+            "planned is what `graphopt.stream_plan` said from those rates before, as it was at the commit of the row. "
+            "Rows of machines with different numbers of cores are of different runs.\n\n"
+            + table(["billions", "tokens", "system", "update", "cores", "threads", "slots", "layers kept", "step, ms",
+                     "bound, ms", "resident, ms", "planned, ms", "bound / step", "GPU peak, GiB", "planned",
+                     "host, GiB"], lines))
     return Section("Layer streaming", sorted({f for f, _ in found}), text,
                    ("stream", lambda p: plots.stream([r for _, r in found], p)), stream_rivals([r for _, r in found]))
 

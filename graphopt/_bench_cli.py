@@ -56,6 +56,7 @@ BENCHMARKS = {
     "stream-peers": Benchmark("stream_peers", "the same steps by FSDP2 (or DeepSpeed) with weights on the host", 1, 2,
                               ("--system", "fsdp2")),
     "stream-adamw": Benchmark("stream_adamw", "the CPU optimizer's loop against memory and torch's AdamW", 0, 1),
+    "stream-adamw-ahead": Benchmark("stream_adamw_ahead", "its loop with prefetches of several distances", 0, 1),
     "stream-compile": Benchmark("stream_compile", "time of the backend: a streamed class, the whole graph", 0, 10,
                                 ("--system", "stream")),
     "stream-hosts": Benchmark("stream_hosts", "planned steps of 14, 33 and 105 B on other hosts", 0, 2),
