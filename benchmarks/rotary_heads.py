@@ -41,8 +41,8 @@ CASES = {
 DEFAULT = ",".join(c for c in CASES if c != "tiny")
 # (warps, programs per multiprocessor, stages of the ring)
 FORWARDS = [(warps, 1, 0) for warps in (1, 2, 4, 8)]
-BACKWARDS = [(2, 4, 2), (2, 4, 3), (4, 1, 4), (4, 2, 2), (4, 2, 3), (4, 2, 4), (4, 3, 2), (4, 3, 3), (4, 4, 2),
-             (8, 1, 4), (8, 2, 3), (4, 3, 0), (4, 4, 0)]
+BACKWARDS = [(2, 4, 3), (2, 6, 0), (4, 2, 2), (4, 2, 3), (4, 2, 4), (4, 3, 2), (4, 3, 3), (4, 4, 2), (4, 4, 3),
+             (4, 5, 2), (8, 2, 3), (4, 4, 0), (4, 5, 0), (4, 6, 0), (4, 8, 0), (4, 12, 0)]
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, written_out: bool) -> torch.Tensor:

@@ -4,10 +4,10 @@
     y_2i   = n_2i * cos_2i - n_2i+1 * sin_2i             y [B, N, H, d]; cos, sin [1, R, 1, d], the same for all heads
     y_2i+1 = n_2i+1 * cos_2i+1 + n_2i * sin_2i+1         rows from R on: y = n
 
-x is one tensor, or two that stand behind one another in y (text and image), each with its own weight: a program picks
-the tensor that its row comes from.  A tile is [heads, d] with every head inside one warp, so that no reduction waits
-for another warp.  rstd is not stored: the backward has the whole head and computes it again.  The backward walks rows
-with persistent programs through a ring and sums the weights' gradients in registers; one pass each.
+x is one tensor, or two that stand behind one another in y (text and image), each with its own weight: a program works
+on rows of one of them, and picks its pointers by its number.  A tile is [heads, d] with every head inside one warp, so
+that no reduction waits for another warp.  rstd is not stored: the backward has the whole head and computes it again.
+The backward walks rows with persistent programs and sums the weight's gradient in registers; one pass each.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HeadRotary:
         if self.chosen is not None:
             return self.chosen[0]
         if self.direction == "forward":
-            return 1 if self.D <= 1024 else 2 if self.D <= 2048 else 4
+            return 1 if self.D <= 1024 else 2 if self.D <= 4096 else 4
         return 1 if self.D <= 512 else 2 if self.D < 1400 else 4 if self.D <= 5120 else 8
 
     @property
@@ -100,12 +100,14 @@ def arguments(spec: HeadRotary) -> list[str]:
     each = range(spec.streams)
     xs = [f"X{k}" for k in each]
     weights = [f"WEIGHT{k}" for k in each] if spec.weighted else []
-    sizes = ["N", *(["N0"] if spec.streams == 2 else []), "R"]
+    two = spec.streams == 2
+    sizes = ["N", *(["N0"] if two else []), "R"]
     strides = [f"x{k}_{i}" for k in each for i in "bnh"] + ["cos_n", "sin_n"]
     if spec.direction == "forward":
         return [*xs, *weights, "COS", "SIN", "Y", *sizes, *strides]
     results = [*(f"DX{k}" for k in each), *(["PARTIAL"] if spec.weighted else [])]
-    return ["DY", *xs, *weights, "COS", "SIN", *results, "M", "P", *sizes, "dy_b", "dy_n", "dy_h", *strides]
+    counts = ["M", "P", *(["P0"] if two else [])]
+    return ["DY", *xs, *weights, "COS", "SIN", *results, *counts, *sizes, "dy_b", "dy_n", "dy_h", *strides]
 
 
 class _Lines:
@@ -128,6 +130,11 @@ class _Lines:
     def blocks(self) -> range:
         return range(len(self.spec.blocks))
 
+    @property
+    def heights(self) -> list[int]:
+        """The different heights of sub-blocks."""
+        return sorted(set(self.spec.blocks), reverse=True)
+
     def mask(self, i: int, load: bool) -> str:
         """The mask arguments of a load or a store."""
         if self.starts[i] + self.spec.blocks[i] <= self.spec.heads:
@@ -142,24 +149,22 @@ class _Lines:
         """Round and store."""
         self(f"tl.store({address}, ({value}).to({TL[dtype]}){self.mask(i, False)})")
 
-    def row(self, program: str) -> None:
-        """`n` and `b` of a row of y, and where its x starts."""
-        self(f"n = ({program} % N).to(tl.int64)")
-        self(f"b = ({program} // N).to(tl.int64)")
-        if self.two:
-            self("first = n < N0")
-        self(f"x = {self.pick('X0 + b * x0_b + n * x0_n', 'X1 + b * x1_b + (n - N0) * x1_n')}")
-        self(f"x_h = {self.pick('x0_h', 'x1_h')}")
+    def pick(self, name: str, one: str, other: str) -> None:
+        """A name for what belongs to the tensor that the program works on."""
+        self(f"{name} = {f'tl.where(first, {one}, {other})' if self.two else one}")
 
-    def pick(self, one: str, other: str) -> str:
-        """What belongs to the tensor the row comes from."""
-        return f"tl.where(first, {one}, {other})" if self.two else one
+    def tensor(self) -> None:
+        """Names for that tensor's pointers and strides."""
+        for name in ("X", *(["WEIGHT"] if self.spec.weighted else [])):
+            self.pick(name.lower(), f"{name}0", f"{name}1")
+        for index in "bnh":
+            self.pick(f"x_{index}", f"x0_{index}", f"x1_{index}")
 
-    def weight(self, name: str, pointer: str) -> None:
-        """A weight in fp32, a tile of each height: a single row would have a layout of its own, and the compiler turns
-        tiles into that instead of the row into theirs."""
-        for heads in sorted(set(self.spec.blocks), reverse=True):
-            self(f"{name}_{heads} = tl.load({pointer} + e + tl.zeros([{heads}, 1], tl.int32)).to(tl.float32)")
+    def weights(self) -> None:
+        """The weight in fp32, a tile of each height: a single row would have a layout of its own, and the compiler
+        turns tiles into that instead of the row into theirs."""
+        for heads in self.heights if self.spec.weighted else ():
+            self(f"weight_{heads} = tl.load(weight + e + tl.zeros([{heads}, 1], tl.int32)).to(tl.float32)")
 
     def angles(self) -> None:
         """`cos` and `sin` of the current row, even and odd columns, [1, d / 2]; rows behind the tables stay."""
@@ -189,13 +194,18 @@ class _Lines:
 
 def _forward(spec: HeadRotary) -> str:
     out = _Lines(spec)
-    out.row("tl.program_id(0)")
+    out("program = tl.program_id(0)")
+    out("n = (program % N).to(tl.int64)")
+    out("b = (program // N).to(tl.int64)")
+    if out.two:
+        out("first = n < N0")
+    out.tensor()
+    out.pick("k", "n", "n - N0")
     for i in out.blocks:
-        out.load("x", i, f"x + h_{i} * x_h + e")
+        out.load("x", i, f"x + b * x_b + k * x_n + h_{i} * x_h + e")
     out.angles()
-    if spec.weighted:
-        out.weight("weight", out.pick("WEIGHT0", "WEIGHT1"))
-    out(f"y = Y + tl.program_id(0).to(tl.int64) * {spec.D}")
+    out.weights()
+    out(f"y = Y + program.to(tl.int64) * {spec.D}")
     for i, heads in enumerate(spec.blocks):
         out.rstd(i)
         out(f"y_{i} = x_{i} * rstd{f' * weight_{heads}' if spec.weighted else ''}")
@@ -206,42 +216,44 @@ def _forward(spec: HeadRotary) -> str:
 
 def _backward(spec: HeadRotary) -> str:
     out = _Lines(spec)
-    widths = sorted(set(spec.blocks), reverse=True)
-    tensors = range(spec.streams) if spec.weighted else range(0)
-    for k in tensors:
-        out.weight(f"weight{k}", f"WEIGHT{k}")
-        for heads in widths:
-            out(f"sum_{k}_{heads} = tl.zeros([{heads}, {spec.d}], tl.float32)")
+    out("program = tl.program_id(0)")
+    if out.two:  # the first P0 programs walk the first tensor
+        out("first = program < P0")
+    out.tensor()
+    out.pick("dx", "DX0", "DX1")
+    out.pick("begin", "program", "program - P0")
+    out.pick("step_by", *(("P0", "P - P0") if out.two else ("P", "")))
+    out.pick("rows", *(("N0", "N - N0") if out.two else ("N", "")))
+    out.pick("end", *(("M // N * N0", "M // N * (N - N0)") if out.two else ("M", "")))
+    out.pick("offset", "0", "N0")
+    out.weights()
+    for heads in out.heights if spec.weighted else ():
+        out(f"sum_{heads} = tl.zeros([{heads}, {spec.d}], tl.float32)")
     ring = f", num_stages={spec.stages}" if spec.stages else ""
-    out(f"for step in tl.range(tl.program_id(0), M, P{ring}):")
+    out(f"for step in tl.range(begin, end, step_by{ring}):")
     out.depth = 2
-    out.row("step")
-    out("dy = DY + b * dy_b + n * dy_n")
+    out("k = (step % rows).to(tl.int64)")
+    out("b = (step // rows).to(tl.int64)")
+    out(f"n = k{' + offset' if out.two else ''}")
     for i in out.blocks:
-        out.load("dy", i, f"dy + h_{i} * dy_h + e")
-        out.load("x", i, f"x + h_{i} * x_h + e")
+        out.load("dy", i, f"DY + b * dy_b + n * dy_n + h_{i} * dy_h + e")
+        out.load("x", i, f"x + b * x_b + k * x_n + h_{i} * x_h + e")
     out.angles()
-    for heads in widths if spec.weighted else ():
-        out(f"weight_{heads} = {out.pick(f'weight0_{heads}', f'weight1_{heads}')}")
-    rows = out.pick(f"DX0 + (b * N0 + n) * {spec.D}", f"DX1 + (b * (N - N0) + n - N0) * {spec.D}")
-    out(f"dx = {rows if out.two else f'DX0 + tl.cast(step, tl.int64) * {spec.D}'}")
     for i, heads in enumerate(spec.blocks):
         out.rstd(i)
         out.turned("dy", i, back=True)
         out(f"x_{i} = x_{i} * rstd")
         if spec.weighted:
-            out(f"part = dy_{i} * x_{i}")
-            if out.two:
-                out(f"sum_0_{heads} += tl.where(first, part, 0.0)")
-                out(f"sum_1_{heads} += tl.where(first, 0.0, part)")
-            else:
-                out(f"sum_0_{heads} += part")
+            out(f"sum_{heads} += dy_{i} * x_{i}")
             out(f"dy_{i} = dy_{i} * weight_{heads}")
         out(f"mean = tl.sum(dy_{i} * x_{i}, 1)[:, None] * {1.0 / spec.d!r}")
-        out.store(i, f"dx + h_{i} * {spec.d} + e", f"(dy_{i} - x_{i} * mean) * rstd", spec.x_dtype)
+        address = f"dx + tl.cast(step, tl.int64) * {spec.D} + h_{i} * {spec.d} + e"
+        out.store(i, address, f"(dy_{i} - x_{i} * mean) * rstd", spec.x_dtype)
     out.depth = 1
-    for k in tensors:
-        total = " + ".join(f"tl.sum(sum_{k}_{heads}, 0)" for heads in widths)
-        start = f"tl.program_id(0).to(tl.int64) * {len(tensors) * spec.d}{f' + {k * spec.d}' if k else ''}"
-        out(f"tl.store(PARTIAL + {start} + tl.arange(0, {spec.d}), {total})")
+    if spec.weighted:
+        out(f"total = {' + '.join(f'tl.sum(sum_{heads}, 0)' for heads in out.heights)}")
+        out(f"partial = PARTIAL + program.to(tl.int64) * {spec.streams * spec.d} + tl.arange(0, {spec.d})")
+        out(f"tl.store(partial, {'tl.where(first, total, 0.0)' if out.two else 'total'})")
+        if out.two:
+            out(f"tl.store(partial + {spec.d}, tl.where(first, 0.0, total))")
     return out.source()

@@ -164,12 +164,13 @@ def backward(
     spec = _spec("backward", xs, weight0, eps, dy.dtype)
     dy, cos, sin = _dense(dy), _dense(cos), _dense(sin)
     M = B * N
-    P = torch.sym_max(1, torch.sym_min(kernels.multiprocessors(x0.device) * spec.programs_per_sm, (M + 3) // 4))
+    P = torch.sym_max(len(xs), torch.sym_min(kernels.multiprocessors(x0.device) * spec.programs_per_sm, (M + 3) // 4))
+    sizes = [P, N] if len(xs) == 1 else [P, _share(P, xs[0].shape[1], N), N, xs[0].shape[1]]
     width = len(weights) * int(d)
     partial = [torch.empty((P, width), dtype=torch.float32, device=x0.device)] if weights else []
     torch.library.wrap_triton(kernel_of(spec))[(P,)](
-        dy, *xs, *weights, cos, sin, *dxs, *partial, M, P, N, *([xs[0].shape[1]] if len(xs) == 2 else []),
-        cos.shape[1], dy.stride(0), dy.stride(1), dy.stride(2), *_strides(xs, cos, sin), num_warps=spec.warps)
+        dy, *xs, *weights, cos, sin, *dxs, *partial, M, *sizes, cos.shape[1], dy.stride(0),
+        dy.stride(1), dy.stride(2), *_strides(xs, cos, sin), num_warps=spec.warps)
     if partial:
         shape = tile(int(d), P)
         results = tuple((f"dweight{k}", k * int(d), w.dtype) for k, w in enumerate(weights))
@@ -177,6 +178,11 @@ def backward(
         grid = (int(d) + shape.columns - 1) // shape.columns * len(weights)
         torch.library.wrap_triton(second)[(grid,)](partial[0], *dweights, P, num_warps=shape.warps)
     return _slots(x0, dxs, dweights)
+
+
+def _share(P: Any, N0: Any, N: Any) -> Any:
+    """How many of P programs walk N0 of N rows: their share, and one at least for either tensor."""
+    return torch.sym_max(1, torch.sym_min(P - 1, (P * N0 + N // 2) // N))
 
 
 def _slots(x0: Tensor, dxs: list[Tensor], dweights: list[Tensor]) -> list[Tensor]:

@@ -145,3 +145,18 @@ def test_empty(device: str) -> None:
     assert y.shape == (0, 5, 2, 8)
     assert [g.shape for g in grads] == [v.shape for v in list(t.values())[:4]]
     assert torch.equal(grads[1], torch.zeros_like(grads[1]))
+
+
+@pytest.mark.parametrize("rows", [(61, 13, 61), (3, 70, 73), (64, 1, 64), (0, 9, 9)])
+def test_programs_share_two_tensors(device: str, rows: tuple[int, int, int]) -> None:
+    """Every row of both is walked once, however few rows one of them has."""
+    ROWS["shared"] = rows
+    t = operands(device, 2, 8, torch.float32, "shared", B=3)
+    if rows[0]:
+        compare(t)
+    cotangent = torch.randn(3, sum(rows[:2]), 2, 8, device=device)
+    leaves = [v for v in list(t.values())[:4] if v is not None]
+    results = [torch.autograd.grad(head_rotary_operators.operator(e)(*t.values(), 1e-6, torch.float32), leaves, cotangent)
+               for e in ("reference", "triton")]
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

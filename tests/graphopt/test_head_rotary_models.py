@@ -24,12 +24,12 @@ MODELS = {"hunyuan": (replace(zoo.ZOO["hunyuan_video"], name="hunyuan", make=hun
           "bria": (zoo.ZOO["bria"], 8)}
 
 
-def step_of(name: str, dtype: torch.dtype, device: str, compiler: str):
+def step_of(name: str, dtype: torch.dtype, device: str, compiler: str, most: int = 64):
     entry, sites = MODELS[name]
     model, _ = entry.build(dtype)
     model = model.to(device)
     f = torch.compile(model, backend="graphopt", options={**ASKED, "graphopt.compiler": compiler})
-    verdict = contract.measure(f, model, contract.fresh_inputs(entry, dtype, device))
+    verdict = contract.measure(f, model, contract.fresh_inputs(entry, dtype, device), most=most)
     report = graphopt.report(f)
     assert report.count("rotary", what="rewritten") == sites, report
     shapes = {s.shape[1] for s in report.sites if s.kind == "rotary"}
@@ -50,7 +50,7 @@ def test_on_cpu(name: str, dtype: torch.dtype) -> None:
 def test_on_gpu(name: str, dtype: torch.dtype) -> None:
     """Two steps give the same bits where attention does (its backward adds up in no fixed order: the math kernel is)."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        f, model, batches = step_of(name, dtype, "cuda", "inductor")
+        f, model, batches = step_of(name, dtype, "cuda", "inductor", most=6)
         batch = next(batches)
         one, two = contract.run(f, model, batch), contract.run(f, model, batch)
     assert all(torch.equal(one[n], two[n]) for n in one if "norm_q" in n or "norm_k" in n)
