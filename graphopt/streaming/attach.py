@@ -19,7 +19,7 @@ from graphopt.streaming.store import Entry, HostLayer, HostStore
 SMALL = 0.05
 # part of the free device memory that first layers may take with their gradients and state under resident="auto"
 FIRST = 0.05
-# hosts with fewer CPUs for the optimizer than this keep four first layers on the device, not two: measured with 14 and 28
+# hosts with fewer CPUs for the optimizer keep four first layers on the device, not two: measured with 14 and 28
 FEW_CPUS = 20
 # attributes by which other systems that move weights mark a module: accelerate, diffusers, DeepSpeed, FSDP
 FOREIGN = ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module")

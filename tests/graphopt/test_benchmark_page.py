@@ -56,12 +56,12 @@ def test_a_step_with_sliding_attention_that_gains_nothing_is_named(tmp_path: Pat
 
 def test_streamed_steps_of_machines_stand_side_by_side(tmp_path: Path) -> None:
     row = {"params_b": 1.4, "tokens": 7800, "peak_gib": 3.0, "slots": 3, "overlap": True}
-    rows = [{**row, "system": "graphopt", "update": "priority", "step_ms": ms, "cores": n, "threads": n - 4}
-            for n, ms in ((32, 270.0), (16, 290.0))]
+    rows = [{**row, "system": "graphopt", "update": "priority", "step_ms": ms, "cores": n, "threads": n - 4, "resident": k}
+            for n, k, ms in ((32, 2, 270.0), (16, 4, 290.0))]
     rows += [{**row, "system": "fsdp2", "update": "host", "step_ms": 900.0, "peak_gib": 2.0, "cores": 16, "threads": 16}]
     text = page(tmp_path, {"stream": rows})
-    assert "| 1.4 | 7,800 | graphopt | priority | 32 | 28 | 3 | 270 |" in text
-    assert "| 1.4 | 7,800 | graphopt | priority | 16 | 12 | 3 | 290 |" in text
+    assert "| 1.4 | 7,800 | graphopt | priority | 32 | 28 | 3 | 2 | 270 |" in text
+    assert "| 1.4 | 7,800 | graphopt | priority | 16 | 12 | 3 | 4 | 290 |" in text
     assert "**As good or better elsewhere:** 1.4 B, 7,800 tokens: fsdp2's peak is 2 GiB, graphopt's 3." in text
 
 
