@@ -86,10 +86,12 @@ def longest(results: Rows) -> str:
     if not {"eager", "graphopt"} <= set(by):
         return MISSING
     base = by["eager"]["tokens"]
+    rival = by.get("inductor_no_mix_order", by["eager"])["tokens"] > by["graphopt"]["tokens"]
     return f"{base:,} in eager; " + ", ".join(
         ("" if by[s].get("exact", True) else "at least ")
         + f"{by[s]['tokens']:,} ({by[s]['tokens'] / base - 1:+.0%}) {name}"
-        for s, name in (("inductor_no_mix_order", "Inductor"), ("graphopt", "graphopt")) if s in by)
+        for s, name in (("inductor_no_mix_order", "Inductor"), ("graphopt", "graphopt")) if s in by) + (
+            ": Inductor alone holds more" if rival else "")
 
 
 def simulated(results: Rows, before: str, after: str | None, gain: bool) -> str:
