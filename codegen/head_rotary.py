@@ -69,11 +69,20 @@ class HeadRotary:
         """Of the backward: a row is a longer chain than its traffic, so two programs at least."""
         if self.chosen is not None:
             return self.chosen[1]
-        return 4 if self.D <= 1400 else 3 if self.D < 2560 else 2 if self.D <= 4096 else 1
+        if self.plain:
+            return 4 if self.D <= 3200 else 3  # as many as registers allow
+        return 4 if self.D <= 1400 else 3 if self.D < 2560 else 1
+
+    @property
+    def plain(self) -> bool:
+        """Backward: are rows loaded as they are read, without a ring?  Measured at 24 heads of 128."""
+        return 2560 <= self.D <= 4096
 
     @property
     def stages(self) -> int:
-        """Depth of the backward's ring; 0 where a target forms none."""
+        """Depth of the backward's ring; 0 where a target forms none, and in a plain loop."""
+        if self.plain and self.chosen is None:
+            return 0
         row = self.D * (self.x_dtype.itemsize + self.y_dtype.itemsize) + 2 * self.d * 4
         row *= self.programs_per_sm
         stages = 1 + min(5, max(2, int(RING_BYTES / row + 0.5))) if self.chosen is None else self.chosen[2]
