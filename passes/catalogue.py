@@ -34,8 +34,7 @@ RULES: tuple[Rule, ...] = (
 # passes beside the sites; they are switched off like a rule
 BESIDE = frozenset({"norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch"})
 
-# passes that run only when asked for (head_norm_rotate), or do all they can only then: by default joint_launch joins
-# forwards alone
+# passes that may be asked for: head_norm_rotate does not run else, joint_launch joins forwards alone
 EXPERIMENTAL = frozenset({"joint_launch", "head_norm_rotate"})
 
 # what is always done to the graphs Inductor lowers: no rules, but switched off like one

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import graphopt
+from graphopt.passes import catalogue
 
 NAME = "head_norm_rotate"
 OPTIONS = {"graphopt.select": "all", "graphopt.compiler": "aot_eager", "graphopt.experimental": [NAME]}
@@ -261,7 +262,8 @@ def test_norms_that_differ_are_not_joined() -> None:
 
 def test_it_must_be_asked_for_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     args = operands()
-    for options in ({"graphopt.experimental": []}, {"graphopt.numerics": "eager"}, {"graphopt.disable": [NAME]},
+    unasked = [] if NAME in catalogue.BESIDE else [{"graphopt.experimental": []}]
+    for options in (*unasked, {"graphopt.numerics": "eager"}, {"graphopt.disable": [NAME]},
                     {"graphopt.verify": True}, {"graphopt.select": "profitable"}):
         torch._dynamo.reset()
         f = compiled(Queries(), **options)
