@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from graphopt.codegen.compiler import Unit
-from graphopt.codegen.configure import RING_BYTES, cut, ring_limit
+from graphopt.codegen.configure import cut, ring_limit
 from graphopt.codegen.emit_base import HEADER, TL
 
 MAX_D = 8192
@@ -66,27 +66,15 @@ class HeadRotary:
 
     @property
     def programs_per_sm(self) -> int:
-        """Of the backward: a row is a longer chain than its traffic, so two programs at least."""
-        if self.chosen is not None:
-            return self.chosen[1]
-        if self.plain:
-            return 4 if self.D <= 3200 else 3  # as many as registers allow
-        return 4 if self.D <= 1400 else 3 if self.D < 2560 else 1
-
-    @property
-    def plain(self) -> bool:
-        """Backward: are rows loaded as they are read, without a ring?  Measured at 24 heads of 128."""
-        return 2560 <= self.D <= 4096
+        """Of the backward: 16 warps."""
+        return 16 // self.warps if self.chosen is None else self.chosen[1]
 
     @property
     def stages(self) -> int:
-        """Depth of the backward's ring; 0 where a target forms none, and in a plain loop."""
-        if self.plain and self.chosen is None:
-            return 0
+        """Depth of a ring in the backward: none, as no warp waits for another; 0 also where a target forms none."""
+        stages = 0 if self.chosen is None else self.chosen[2]
         row = self.D * (self.x_dtype.itemsize + self.y_dtype.itemsize) + 2 * self.d * 4
-        row *= self.programs_per_sm
-        stages = 1 + min(5, max(2, int(RING_BYTES / row + 0.5))) if self.chosen is None else self.chosen[2]
-        return stages if (stages - 1) * row <= ring_limit(self.target) else 0
+        return stages if (stages - 1) * row * self.programs_per_sm <= ring_limit(self.target) else 0
 
 
 def emit(spec: HeadRotary) -> str:

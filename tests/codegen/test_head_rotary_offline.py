@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,13 +25,16 @@ def test_no_spills(target: str, registers: int) -> None:
         found = compiler.compiled(unit(kernel, torch.float32, (BF16, BF16)), target)
         assert found.spills == 0, (direction, found)
         assert found.registers <= registers
-        if direction == "backward" and kernel.stages:
-            assert found.shared >= (kernel.stages - 1) * 24 * 128 * 4, "no ring was formed"
 
 
-def test_a_ring_where_a_target_forms_one() -> None:
-    assert "num_stages" in emit(spec("backward", "sm90"))
-    assert "num_stages" not in emit(spec("backward", "gfx942"))
+def test_a_ring_where_one_is_chosen_and_a_target_forms_one() -> None:
+    for target, rings in (("sm90", True), ("gfx942", False)):
+        kernel = replace(spec("backward", target), chosen=(4, 2, 3))
+        assert ("num_stages" in emit(kernel)) == rings
+        if rings:
+            found = compiler.compiled(unit(kernel, torch.float32, (BF16, BF16)), target)
+            assert found.shared >= 2 * 24 * 128 * 4, "no ring was formed"
+    assert "num_stages" not in emit(spec("backward", "sm90"))
 
 
 @pytest.mark.parametrize("heads,d", [(1, 4), (3, 16), (24, 128), (16, 512), (38, 64), (128, 64)])
