@@ -32,7 +32,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 # passes beside the sites; they are switched off like a rule
-BESIDE = frozenset({"norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch"})
+BESIDE = frozenset({
+    "norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch",
+})
 
 # passes that may be asked for: head_norm_rotate does not run else, joint_launch joins forwards alone
 EXPERIMENTAL = frozenset({"joint_launch", "head_norm_rotate"})
