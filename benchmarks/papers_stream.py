@@ -1,6 +1,6 @@
 """Streaming beside the second paper: MFU with prefetch, without, with the optimizer on the GPU; forwards by size.
 
-    python benchmarks/papers_stream.py mfu [--width 14b] [--layers 8] [--grids 5x30x52,21x30x52]
+    python benchmarks/papers_stream.py mfu [--width 14b] [--layers 6] [--grids 5x30x52,21x30x52]
     python benchmarks/papers_stream.py forward [--width 14b] [--sizes 4,16,40] [--grids 5x30x52]
 
 mfu: steps of one streamed model (no layer resident) at the width of Wan 14B.  prefetch: three streams, the AdamW of
@@ -9,12 +9,14 @@ on the GPU: with prefetch, then masters, moments and gradients of a layer go up,
 layers in flight.
 MFU counts the forward three times (HFU four: a layer is recomputed), by torch's counter, over 989 TFLOP/s.
 forward: without gradients, streams overlapped against one stream and one slot.
+--seconds: nothing is begun after them; sizes, systems and grids that are left out are told.
 --warm: compile and end; a run with the same cache folder then times at once, and that alone needs the host to itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -126,6 +128,7 @@ def forward_flops(width: str, layers: int, grid: tuple[int, int, int]) -> int:
 def streamed(width: str, layers: int, slots: int) -> tuple[torch.nn.Module, Engine, Any, float]:
     """Model, runtime, compiled model and billions of parameters."""
     torch._dynamo.reset()
+    gc.collect()  # the model before: its host memory
     model = stream_step.build(width, layers)
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     graphopt.stream(model, "cuda" if GPU else "cpu", slots=slots, resident=0)
@@ -137,7 +140,7 @@ def streamed(width: str, layers: int, slots: int) -> tuple[torch.nn.Module, Engi
 
 
 def mfu(width: str, layers: int, grids: list[tuple[int, int, int]], slots: int, n: int) -> Iterator[dict]:
-    """Rows per grid, and per place and order of the update."""
+    """Rows per grid, and per place and order of the update; fewer steps of long ones."""
     model, engine, step, billions = streamed(width, layers, slots)
     flops = {grid: forward_flops(width, layers, grid) for grid in grids}
     for system, update, driver in _drivers(model, engine, slots):
@@ -145,14 +148,15 @@ def mfu(width: str, layers: int, grids: list[tuple[int, int, int]], slots: int, 
             kw = inputs(grid, stream_step.WIDTHS[width]["text_dim"])
             if GPU:
                 torch.cuda.reset_peak_memory_stats()
-            times, forward, losses = stream_step.steps(step, kw, driver, n + 1, 1)
+            count = n if kw["hidden_states"].numel() < 16 * 4 * 20000 else max(2, n // 2)
+            times, forward, losses = stream_step.steps(step, kw, driver, count + 1, 1)
             getattr(driver, "flush", int)()
             ms = statistics.median(times)
             print(f"{system} {update} {grid}: {[round(t) for t in times]} losses {losses[0]:.5f} {losses[-1]:.5f}")
             yield dict(figure="mfu", system=system, shape=list(grid), direction=update, layers=layers,
                        width=width, params_b=round(billions, 3), tokens=grid[0] * grid[1] * grid[2], step_ms=ms,
                        forward_ms=statistics.median(forward), mfu=3 * flops[grid] / (ms / 1e3) / PEAK,
-                       hfu=4 * flops[grid] / (ms / 1e3) / PEAK,
+                       hfu=4 * flops[grid] / (ms / 1e3) / PEAK, steps=count, cores=stream_step.cores(),
                        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0)
 
 
@@ -191,7 +195,7 @@ def forwards(width: str, layers: list[int], grids: list[tuple[int, int, int]], s
                 print(f"{billions:.1f} B {system}: {[round(t, 1) for t in times]}", flush=True)
                 yield dict(figure="forward", system=system, shape=list(grid), direction="forward", layers=count,
                            width=width, params_b=round(billions, 3), tokens=grid[0] * grid[1] * grid[2],
-                           forward_ms=statistics.median(times))
+                           forward_ms=statistics.median(times), cores=stream_step.cores())
         del model, engine, step
 
 
@@ -214,11 +218,12 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("parts", nargs="+", choices=["mfu", "forward"])
     p.add_argument("--width", choices=sorted(stream_step.WIDTHS), default="14b")
-    p.add_argument("--layers", type=int, default=8, help="of mfu")
+    p.add_argument("--layers", type=int, default=6, help="of mfu")
     p.add_argument("--sizes", default="4,16,40", help="layers of forward")
     p.add_argument("--grids", default="5x30x52,21x30x52", help="of mfu; forward takes the first")
     p.add_argument("--slots", type=int, default=3)
     p.add_argument("--steps", type=int, default=4)
+    p.add_argument("--seconds", type=float, default=1e9)
     p.add_argument("--warm", action="store_true")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
@@ -232,6 +237,9 @@ def main() -> None:
     for row in chain.from_iterable(rows[part]() for part in a.parts):
         print(f"[{time.perf_counter() - begun:.0f} s]", row, flush=True)
         save("papers", [row], KEYS, {}, a.out)
+        if time.perf_counter() - begun > a.seconds:
+            print(f"{a.seconds:.0f} s are over: the rest is left out", flush=True)
+            break
 
 
 if __name__ == "__main__":

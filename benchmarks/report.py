@@ -16,7 +16,8 @@ import report_plots as plots
 from _results import ROOT
 from report_dsa import dsa, dsa_step
 from report_papers import papers
-from report_parts import Results, Section, both, number, stream_rivals, table
+from report_parts import Results, Section, both, number, source, stream_rivals, table
+from report_plans import in_turn, several
 from report_readme import put
 
 DOCS = ROOT.parent / "docs"
@@ -134,16 +135,17 @@ def stream(results: Results) -> Section | None:
         return None
     order = lambda r: str(r.get("update") or "-") + (", graphs" if r.get("graphs") else "")
     lines = [[number(r.get("params_b")), f"{r['tokens']:,}", r["system"], order(r),
-              *(str(r.get(k) or "-") for k in ("cores", "threads", "slots")),
+              *(str(r.get(k) or "-") for k in ("cores", "threads", "slots")), str(r.get("resident", "-")),
               *(number(r.get(k), 4) for k in ("step_ms", "bound_ms", "resident_ms", "plan_ms")),
               number(r.get("rho"), 2), *(number(r.get(k), 3) for k in ("peak_gib", "plan_peak_gib", "host_gib"))]
              for _, r in sorted(found, key=lambda fr: (fr[1].get("params_b") or 0, fr[1]["tokens"], fr[1]["step_ms"]))]
     text = ("Weights, gradients and AdamW in host memory. The bound follows from rates measured alone in the same run "
             "(docs/streaming.md); resident is the same compiled layers kept on the GPU, without an optimizer; "
-            "planned is what `graphopt.stream_plan` said from those rates before. Rows of machines with different "
-            "numbers of cores are of different runs.\n\n"
-            + table(["billions", "tokens", "system", "update", "cores", "threads", "slots", "step, ms", "bound, ms",
-                     "resident, ms", "planned, ms", "bound / step", "GPU peak, GiB", "planned", "host, GiB"], lines))
+            "planned is what `graphopt.stream_plan` said from those rates before, as it was at the commit of the row. "
+            "Rows of machines with different numbers of cores are of different runs.\n\n"
+            + table(["billions", "tokens", "system", "update", "cores", "threads", "slots", "layers kept", "step, ms",
+                     "bound, ms", "resident, ms", "planned, ms", "bound / step", "GPU peak, GiB", "planned",
+                     "host, GiB"], lines))
     return Section("Layer streaming", sorted({f for f, _ in found}), text,
                    ("stream", lambda p: plots.stream([r for _, r in found], p)), stream_rivals([r for _, r in found]))
 
@@ -200,80 +202,6 @@ def kernels(results: Results) -> Section | None:
     return Section("Kernels against fp64", sorted(files), text)
 
 
-def policy_order(r: Row) -> tuple:
-    """How rows of plans are sorted."""
-    return r["data"], r["system"], r["ranks"], r["tau"], r["policy"]
-
-
-def predicted(r: Row, rows: list[Row]) -> list[str]:
-    """Cells of a plan that was simulated with a measured fit."""
-    per_cent = lambda value, digits=3: number(100 * value, digits)
-    base = next((x["tokens_per_s"] for x in rows if policy_order(x) == (*policy_order(r)[:-1], "equal_token")), None)
-    return [r["data"], r["system"], str(r["ranks"]), str(r["tau"]), r["policy"], str(r["steps"]),
-            number(r["tokens_per_s"], 4), number(r["tokens_per_step"], 4),
-            "-" if base is None or r["policy"] == "equal_token" else per_cent(r["tokens_per_s"] / base - 1),
-            per_cent(r["zero_bubble_gain"]), per_cent(r["limit_fraction"]), per_cent(r["bubble"], 2),
-            per_cent(r["step_cv"], 2), per_cent(r["load_cv"], 2)]
-
-
-def several(results: Results) -> Section | None:
-    """Plans in a training loop on several GPUs: gains, gradients, memory, a rank that dies."""
-    steps = [(f, r) for f, r in results.rows("schedule", check="step", mode="measured") if r.get("tokens_per_s")]
-    more = {c: list(results.rows("schedule", check=c)) for c in ("grads", "memory", "drill")}
-    files = sorted({f for f, _ in [*steps, *(x for found in more.values() for x in found)]})
-    if not files:
-        return None
-    per_cent = lambda value, digits=3: "-" if value is None else number(100 * value, digits)
-    span = lambda x: "-" if not x else f"{per_cent(x[0])} to {per_cent(x[1])}"
-    parts = ["Step times on the device; steps of the policies take turns. Gain: tokens/s over equal_token (a random "
-             "bucket per rank), with the 95 % interval over the steps; without waiting: what the simulator gives a "
-             "plan in which no rank waits, over the same steps."]
-    lines = [[r["data"] + (", recomputed" if r.get("checkpoint") else ""), r["system"], str(r["ranks"]),
-              str(r["tau"]), r["policy"], str(r["steps"]), number(r["tokens_per_s"], 4),
-              number(r.get("tokens_per_step"), 4), per_cent(r.get("gain_over_equal_token")),
-              span(r.get("gain_interval")), per_cent(r.get("zero_bubble_gain_steps")),
-              per_cent(r.get("share_of_zero_bubble_gain")),
-              per_cent(r["limit_fraction"]), per_cent(r["bubble"], 2), per_cent(r.get("mape"), 2),
-              per_cent(r.get("step_cv"), 2), per_cent(r.get("load_cv"), 2), str(r.get("oom", "-")),
-              str(r.get("graphs", "-"))]
-             for _, r in sorted(steps, key=lambda x: policy_order(x[1]))]
-    if lines:
-        parts.append(table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step",
-                            "gain, %", "interval", "without waiting, %", "share of it, %", "busy / wall, %",
-                            "waiting, %", "error of prediction, %", "CV of steps, %", "CV of loads, %", "out of memory",
-                            "graphs"], lines))
-    told = [r for _, r in results.rows("schedule", check="step", mode="simulated with the fit")]
-    if told:
-        parts += ["**Predicted, not measured**: the same policies on whole plans for these numbers of ranks, "
-                  "simulated with the costs fitted on the machine above and 3 % noise. A step's overhead, "
-                  "communication in it, is that of the fit's number of ranks. Gain: over equal_token; without waiting: "
-                  "the same if no rank ever waited.",
-                  table(["data", "system", "ranks", "tau", "policy", "steps", "tokens/s", "tokens per step", "gain, %",
-                         "without waiting, %", "busy / wall, %", "waiting, %", "CV of steps, %", "CV of loads, %"],
-                        [predicted(r, told) for r in sorted(told, key=policy_order)])]
-    if more["grads"]:
-        by = lambda x: [str(x[1].get(k)) for k in ("system", "mode", "data")]
-        parts += ["Gradients of ranks that run unequal counts of microbatches, against one process that is wrapped and "
-                  "compiled alike, and one that is not wrapped: largest relative error over parameters and steps.",
-                  table(["system", "wrapper, precision", "counts", "ranks", "error", "parameter", "unwrapped", "in"],
-                        [[r.get("system") or "-", r["mode"], r["data"], str(r["ranks"]), f"{r['error']:.1e}",
-                          r.get("parameter") or "-", f"{r.get('error_unwrapped', r['error']):.1e}",
-                          r.get("parameter_unwrapped") or "-"] for _, r in sorted(more["grads"], key=by)])]
-    if more["memory"]:
-        parts += ["Peak memory of a step of three microbatches under FSDP2: parameters kept over the step, or gathered "
-                  "for each microbatch.",
-                  table(["", "layers", "ranks", "peak, GiB"],
-                        [[f"{r['mode']}, {r['data']}", str(r["layers"]), str(r["ranks"]), number(r["peak_gib"], 3)]
-                         for _, r in more["memory"]])]
-    if more["drill"]:
-        parts += ["One rank dies in the middle of a step.",
-                  table(["started by", "over", "until all had stopped, s", "resumed: same rows, same weights"],
-                        [[r["mode"], r["system"], number(r["seconds_to_stop"], 2),
-                          f"{r['same_rows']}, {r['same_weights']}".replace("True", "yes").replace("False", "no")]
-                         for _, r in more["drill"]])]
-    return Section("Plans on several GPUs", files, "\n\n".join(parts))
-
-
 def zoo(results: Results) -> Section | None:
     """What is matched in real models, and how exact the rewritten training is."""
     counted, matrix = list(results.rows("zoo_count")), list(results.rows("zoo_matrix"))
@@ -293,18 +221,8 @@ def zoo(results: Results) -> Section | None:
     return Section("Thirty-one real models", sorted({f for f, _ in counted + matrix}), table(["", ""], lines))
 
 
-SECTIONS = (adaln, bias_gradient, joint_launch, step, peak, dsa, dsa_step, stream, schedule, several, kernels, zoo)
-
-
-def source(results: Results, file: str) -> str:
-    """One line: where a section's figures come from."""
-    found = results.files[file]
-    commits = sorted({r.get("commit", found["commit"]) for r in found["rows"]})
-    line = found["command"]
-    line = line if len(line) <= 240 else line[:200].rsplit(" ", 1)[0] + " .."  # the file has it whole
-    return (f"`benchmarks/results/{file}`: last command `{line}`, {found['machine']}, "
-            f"torch {found['torch']}, triton {found['triton']}, {found['date']}, commits "
-            + ", ".join(c[:7] for c in commits))
+SECTIONS = (adaln, bias_gradient, joint_launch, step, peak, dsa, dsa_step, stream, schedule, in_turn, several, kernels,
+            zoo)
 
 
 def markdown(results: Results, pictures: Path) -> str:

@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import report_clips
+from report_parts import Results, source
+
 Row = dict
 MISSING = "not measured"
 HEAD = """# The papers' figures beside ours
@@ -13,7 +16,7 @@ HEAD = """# The papers' figures beside ours
 graphopt implements two papers: AdaptiveLoad (mixed data, fused norms) and MegaSlide-DiT (layer streaming, 3D
 deformable sliding attention). Neither released its kernels, models or data, so a row compares a published figure with
 what the same idea gives here, on our machine, at the size named. Made by `python benchmarks/report.py` from the files
-of `benchmarks/results` named in the last column.
+of `benchmarks/results` named in the last column; their commands, machines and versions stand at the [end](#where-from).
 """
 
 
@@ -60,7 +63,7 @@ def activations(results: Rows) -> str:
         ours = first(results, "papers", figure="norm", system="graphopt", direction="backward", shape=eager["shape"])
         if ours:
             gain = 1 - ours["saved_bytes"] / eager["saved_bytes"]
-            parts.append(f"-{100 * gain:.1f} % at D = {eager['shape'][2]} ({eager['saved_bytes'] / 1e9:.2f} to "
+            parts.append(f"-{100 * gain:.2f} % at D = {eager['shape'][2]} ({eager['saved_bytes'] / 1e9:.2f} to "
                          f"{ours['saved_bytes'] / 1e9:.4f} GB)")
     return ", ".join(parts) or MISSING
 
@@ -83,10 +86,12 @@ def longest(results: Rows) -> str:
     if not {"eager", "graphopt"} <= set(by):
         return MISSING
     base = by["eager"]["tokens"]
+    rival = by.get("inductor_no_mix_order", by["eager"])["tokens"] > by["graphopt"]["tokens"]
     return f"{base:,} in eager; " + ", ".join(
         ("" if by[s].get("exact", True) else "at least ")
         + f"{by[s]['tokens']:,} ({by[s]['tokens'] / base - 1:+.0%}) {name}"
-        for s, name in (("inductor_no_mix_order", "Inductor"), ("graphopt", "graphopt")) if s in by)
+        for s, name in (("inductor_no_mix_order", "Inductor"), ("graphopt", "graphopt")) if s in by) + (
+            ": Inductor alone holds more" if rival else "")
 
 
 def simulated(results: Rows, before: str, after: str | None, gain: bool) -> str:
@@ -110,6 +115,27 @@ def measured(results: Rows) -> str:
     return ", ".join(parts) or MISSING
 
 
+def in_turn(results: Rows) -> str:
+    """Gains over equal_token of 8 ranks that ran in turn on one GPU."""
+    parts = []
+    for _, r in results.rows("schedule_in_turn", mode="in turn", ranks=8, system="graphopt"):
+        if r["policy"] != "equal_token" and not r.get("same_plan_as") and r.get("planned_gain_corrected") is not None:
+            low, high = (100 * x for x in r["planned_gain_interval"])
+            memory = "" if r["memory"] == 1 else f", memory {r['memory']:g} x the longest sample"
+            parts.append(f"{100 * r['planned_gain_corrected']:+.1f} % ({low:.1f} to {high:.1f}) {r['policy']} "
+                         f"tau {r['tau']:g}, data {r['data']}{memory}")
+    return "; ".join(parts) or MISSING
+
+
+def spread(results: Rows, key: str) -> str:
+    """A coefficient of variation, of 8 ranks that ran in turn on one GPU, tau 1.3."""
+    parts = []
+    for _, r in results.rows("schedule_in_turn", mode="in turn", ranks=8, system="graphopt", tau=1.3, memory=1.0):
+        if r.get(key) is not None and r["policy"] != "adaptive_load":
+            parts.append(f"{100 * r[key]:.1f} % {r['policy']}, data {r['data']}")
+    return "; ".join(sorted(parts)) or MISSING
+
+
 def correlation(results: Rows) -> str:
     """Correlation of step time with tokens and with S^2 over the shape benchmark's runs."""
     runs = [r for name in ("schedule_shape_runs_eager", "schedule_shape_runs_graphopt") for _, r in results.rows(name)
@@ -130,51 +156,24 @@ def same_loss(results: Rows) -> str:
     return ", ".join(parts) or MISSING
 
 
-SYSTEMS = {"resident": "resident dense", "resident_checkpointed": "resident dense, blocks recomputed",
-           "streamed": "streamed dense", "streamed_dsa": "streamed + DSA"}
-
-
-NAMES = {"105b": "a 105 B model's", "14b": "Wan 14B's"}
+def clip_rows(results: Rows) -> list[Row]:
+    """Rows of papers_clips.py."""
+    return [r for _, r in results.rows("papers", figure="clip")]
 
 
 def clips(results: Rows) -> str:
-    """The largest clip at 1080p of each system, and the first that ran out of memory; by how much might be filled."""
-    found = [r for _, r in results.rows("papers", figure="clip")]
-    texts = []
-    group = lambda r: (-(r.get("cap_gib") or 1e9), r.get("width", "105b"), r["layers"], r["params_b"])
-    for key in sorted({group(r) for r in found}):
-        cap, width, layers, billions = key
-        parts = []
-        for system, name in SYSTEMS.items():
-            rows = sorted((r for r in found if r["system"] == system and group(r) == key), key=lambda r: r["frames"])
-            fitting, failed = [r for r in rows if r["fits"]], [r for r in rows if not r["fits"]]
-            end = f"{failed[0]['frames']} out of memory" if failed else "its limit was not reached"
-            if fitting:
-                r = fitting[-1]
-                # capped, others ran on the GPU beside it
-                seconds = "" if cap > -1e9 else f"{r['step_s']:.1f} s a step, "
-                parts.append(f"{name}: {r['frames']} frames ({r['tokens']:,} tokens, {seconds}"
-                             f"{r['peak_gib']:.0f} GiB, host {r['host_gib']:.0f} GiB; {end})")
-            elif failed:
-                parts.append(f"{name}: none ({end})")
-        room = f"{-cap:.0f} GiB of the GPU" if cap > -1e9 else "the whole GPU"
-        size = f"{layers} layers of {NAMES[width]} width ({billions:.1f} B parameters)"
-        texts.append(f"{size}, {room}: " + "; ".join(parts))
-    return ". ".join(texts) or MISSING
+    """The largest clip at 1080p of each system, and the first that ran out of memory."""
+    return report_clips.largest(clip_rows(results)) or MISSING
 
 
 def clip_steps(results: Rows) -> str:
     """Seconds of a dense and of a sliding step at the largest clip that both ran."""
-    by = {s: {r["frames"]: r for _, r in results.rows("papers", figure="clip", system=s)
-              if r["fits"] and not r.get("cap_gib")} for s in ("streamed", "streamed_dsa")}
-    both = sorted(set(by["streamed"]) & set(by["streamed_dsa"]))
-    if not both:  # then resident, without an optimizer
+    text = report_clips.dense_over_sliding(clip_rows(results))
+    if text is None:  # then resident, without an optimizer
         rows = [r for _, r in results.rows("dsa_step", system="graphopt_dsa") if r.get("ratio")]
         parts = [f"{1 / r['ratio']:.1f}x at {r['tokens']:,} tokens" for r in sorted(rows, key=lambda r: r["tokens"])]
-        return ", ".join(parts) + " (Wan 1.3B x 4, resident; streamed: not measured)" if parts else MISSING
-    dense, sliding = by["streamed"][both[-1]], by["streamed_dsa"][both[-1]]
-    return (f"{dense['step_s'] / sliding['step_s']:.1f}x at {both[-1]} frames ({dense['step_s']:.1f} to "
-            f"{sliding['step_s']:.1f} s, {dense['peak_gib']:.0f} and {sliding['peak_gib']:.0f} GiB)")
+        text = ", ".join(parts) + " (Wan 1.3B x 4, resident; streamed: not measured)" if parts else MISSING
+    return text
 
 
 WAN = {"1.3b": (1536, 8960), "14b": (5120, 13824)}  # width, FFN
@@ -191,26 +190,33 @@ def wan_flops(width: str, layers: int, tokens: int, text: int = 512) -> float:
 def mfu(results: Rows) -> str:
     """MFU of the second paper's three set-ups; without those rows, of the streamed steps: forward three times."""
     parts: dict[int, list[str]] = {}
+    model = ""
     for _, r in results.rows("papers", figure="mfu"):
         order = f", {r['direction']}" if r["system"] == "prefetch" else ""
         parts.setdefault(r["tokens"], []).append(f"{100 * r['mfu']:.0f} % {r['system']}{order}")
+        model = f" ({r['params_b']:.1f} B parameters, {r['layers']} layers of Wan 14B's width)"
     if not parts:
+        best: dict[tuple[int, str], float] = {}  # of several numbers of threads and of layers that stay
         for _, r in results.rows("stream"):
             if r.get("width") in WAN and r.get("step_ms") and r["system"] in ("graphopt", "serial"):
                 share = 3 * wan_flops(r["width"], r["layers"], r["tokens"]) / (r["step_ms"] / 1e3) / PEAK
                 graphs = " as CUDA graphs" if r.get("graphs") else ""
                 how = f"prefetch, {r['update']}{graphs}" if r["overlap"] else "no prefetch"
                 host = f", {r['cores']} cores" if r.get("cores") else ""
-                parts.setdefault(r["tokens"], []).append(f"{100 * share:.0f} % {how} ({r['params_b']:.1f} B{host})")
+                name = r["tokens"], f"{how} ({r['params_b']:.1f} B{host})"
+                best[name] = max(share, best.get(name, 0.0))
+        for (tokens, name), share in best.items():
+            parts.setdefault(tokens, []).append(f"{100 * share:.0f} % {name}")
         if parts:
             parts[max(parts)].append("optimizer on the GPU not measured")
-    return "; ".join(f"{tokens:,} tokens: " + ", ".join(found) for tokens, found in sorted(parts.items())) or MISSING
+    text = "; ".join(f"{tokens:,} tokens: " + ", ".join(found) for tokens, found in sorted(parts.items()))
+    return text + model if text else MISSING
 
 
 def overlap(results: Rows) -> str:
     """Forward with overlap against forward on one stream, by size; or of one streamed step without an update beside."""
     by = {(r["params_b"], r["system"]): r for _, r in results.rows("papers", figure="forward")}
-    parts = [f"{by[size, 'serial']['forward_ms'] / r['forward_ms']:.2f}x at {size:.1f} B"
+    parts = [f"{by[size, 'serial']['forward_ms'] / r['forward_ms']:.2f}x at {size:.1f} B ({r['tokens']:,} tokens)"
              for (size, system), r in sorted(by.items()) if system == "asynchronous" and (size, "serial") in by]
     if not parts:
         serial = {(r["params_b"], r["tokens"], r.get("cores")): r for _, r in results.rows("stream", system="serial")}
@@ -222,6 +228,7 @@ def overlap(results: Rows) -> str:
     return ", ".join(parts) or MISSING
 
 
+TURN = "8 ranks in turn on one GPU, no communication"
 TABLES: dict[str, list[tuple[str, str, Callable[[Rows], str]]]] = {
     "AdaptiveLoad": [
         ("fused forward over eager, N = 64,000", "3.21-3.39x", lambda r: ratio(r, "forward")),
@@ -232,9 +239,12 @@ TABLES: dict[str, list[tuple[str, str, Callable[[Rows], str]]]] = {
         ("tokens/s, 8 GPUs", "+25.6 %", lambda r: simulated(r, "gain_8", None, True)),
         ("tokens/s, 16 GPUs", "+27.2 %", lambda r: simulated(r, "gain_16", None, True)),
         ("tokens/s, GPUs at hand", "-", measured),
+        (f"gain over equal_token at one global batch, {TURN}", "-", in_turn),
         ("CV of compute load over ranks", "39 -> 18.9 %",
          lambda r: simulated(r, "load_cv_before", "load_cv_after", False)),
+        (f"the same, {TURN}", "-", lambda r: spread(r, "load_cv")),
         ("CV of step time", "18.7 -> 10.4 %", lambda r: simulated(r, "step_cv_before", "step_cv_after", False)),
+        (f"the same, {TURN}", "-", lambda r: spread(r, "step_cv")),
         ("correlation of step time", "0.35 with `B*S`, 0.92 with `S^2`", correlation),
         ("loss curve", "identical", same_loss),
     ],
@@ -250,15 +260,27 @@ CANNOT = """## What cannot be compared
 - Quality figures (text alignment, temporal consistency): they need the authors' weights and data.
 - 105 B parameters at 3.1 s a step over PCIe 5: it needs 135 GB/s up and 948 GB/s of host memory; x16 gives 64
   ([streaming](streaming.md)).
+- Wall time on 8 and 16 GPUs: not run, they were not lent. Rows `in turn` are composed: one GPU ran all ranks'
+  microbatches one after the other, without collectives, and a step takes as long as its slowest rank.
 - 10 M samples of the authors' data: our recipe is a mix that meets the published figures, found by a search
   ([planning](planning.md)); it shows that such a regime exists.
 """
 
 
+CLIPS = """1088 x 1920; T latent frames of 68 x 120 tokens are 4 T - 3 frames. A step is forward, backward and update,
+where that is on the host to its end. `allocated` and `reserved` are the most that torch's tensors and its allocator
+held, `host` is the most that the process has held so far. A streamed layer is recomputed in the backward. Neither
+attention keeps a matrix of tokens x tokens, so a window shortens the step and not the memory: a learned one adds its
+offsets. Where dense attention wrote that matrix, it would end far earlier.
+"""
+
+
 COMMANDS = {
     "longest sequence at the same peak": "python benchmarks/papers.py longest",
-    "largest clip at 1080p": "python benchmarks/papers_clips.py --system streamed_dsa",
-    "a dense step over a sliding one": "python benchmarks/papers_clips.py --system streamed",
+    f"gain over equal_token at one global batch, {TURN}": "python benchmarks/schedule_in_turn.py",
+    f"the same, {TURN}": "python benchmarks/schedule_in_turn.py",
+    "largest clip at 1080p": "python benchmarks/papers_clips.py",
+    "a dense step over a sliding one": "python benchmarks/papers_clips.py",
     "MFU": "python benchmarks/papers_stream.py mfu",
     "forward, asynchronous over serial": "python benchmarks/papers_stream.py forward",
 }
@@ -269,18 +291,25 @@ def cell(name: str, text: str) -> str:
     return f"{text} (`{COMMANDS[name]}`)" if text == MISSING and name in COMMANDS else text
 
 
-def papers(results: Rows) -> str:
+def papers(results: Results) -> str:
     """docs/papers.md."""
-    parts = [HEAD]
+    parts, files = [HEAD], set()
     for paper, rows in TABLES.items():
         parts.append(f"## {paper}\n")
         parts.append("| figure | paper | here | from |\n| --- | --- | --- | --- |")
         for name, published, ours in rows:
             taken = Recorded(results)
             text = cell(name, ours(taken))
-            files = "" if text.startswith(MISSING) else ", ".join(f"`{f}`" for f in sorted(taken.files))
-            parts.append(f"| {name} | {published} | {text} | {files} |")
+            found = set() if text.startswith(MISSING) else taken.files
+            files |= found
+            parts.append(f"| {name} | {published} | {text} | " + ", ".join(f"`{f}`" for f in sorted(found)) + " |")
         parts.append("")
+    tried = report_clips.every(clip_rows(results))
+    if tried:
+        parts += [f"## Every clip that was tried\n\n{CLIPS}\n{tried}\n"]
     if any(MISSING in part for part in parts):
         parts.append("A row without a figure has not run on a GPU yet; the command that measures it stands there.\n")
-    return "\n".join([*parts, CANNOT])
+    parts.append(CANNOT)
+    if files:
+        parts.append("## Where from\n\n" + "\n".join(f"- {source(results, f)}" for f in sorted(files)) + "\n")
+    return "\n".join(parts)

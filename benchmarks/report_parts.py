@@ -43,6 +43,21 @@ class Results:
                         yield file, row
 
 
+def source(results: Results, file: str) -> str:
+    """One line: where a section's figures come from."""
+    found = results.files[file]
+    if "command" not in found:  # raw runs of a sweep: their own program keeps them
+        key = found["key"]
+        return (f"`benchmarks/results/{file}`: `python benchmarks/schedule_shape.py --systems {key['system']}`, "
+                f"{key['device']}, torch {key['torch']}")
+    commits = sorted({r.get("commit", found["commit"]) for r in found["rows"]})
+    line = found["command"]
+    line = line if len(line) <= 240 else line[:200].rsplit(" ", 1)[0] + " .."  # the file has it whole
+    return (f"`benchmarks/results/{file}`: last command `{line}`, {found['machine']}, "
+            f"torch {found['torch']}, triton {found['triton']}, {found['date']}, commits "
+            + ", ".join(c[:7] for c in commits))
+
+
 def table(head: list[str], lines: list[list[str]]) -> str:
     """A Markdown table."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])

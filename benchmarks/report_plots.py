@@ -91,6 +91,7 @@ def stream(rows: list[dict], path: Path) -> None:
         axis.scatter([r.get(f"{what}_ms") or np.nan for r in rows], places, marker="|", s=160, color=colour, label=what)
     names = [f"{r.get('params_b') or 0:.1f} B, {r['tokens']:,}: {r['system']} {r.get('update') or ''}"
              + (", graphs" if r.get("graphs") else "") + (f", {r['cores']} cores" if r.get("cores") else "")
+             + (f", {r['threads']} threads, {r['resident']} kept" if "resident" in r else "")
              for r in rows]
     axis.set_yticks(places, names, fontsize=8)
     axis.set_xlabel("ms")

@@ -90,7 +90,7 @@ def runs_file(o: argparse.Namespace, key: dict) -> Path | None:
     """Where the sweep's runs are kept; runs of another commit are measured again, a second tau takes the first's."""
     if not o.out:
         return None
-    path = o.out / f"schedule_step_runs_{o.system}_{o.cap}.json"
+    path = o.out / f"{o.name}_runs_{o.system}_{o.cap}.json"
     here = {**key, "world_size": dist.get_world_size(), "torch": torch.__version__}
     if dist.get_rank() == 0 and path.exists() and not here.items() <= Runs.load(path).key.items():
         path.unlink()
@@ -98,20 +98,33 @@ def runs_file(o: argparse.Namespace, key: dict) -> Path | None:
     return path
 
 
-def fit_here(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int):
-    """(fit with the overhead of a step, the largest host share, relative speed of each rank)."""
+def sweep_shapes(samples: Samples, o: argparse.Namespace, m_mem: int) -> list[Shape]:
+    """What the shape benchmark measures."""
     grids = grids_of(samples, o.shapes)
     shapes = [Shape(b, *g, CAPTION) for g in grids for b in (1, 2, 4, 8) if b == 1 or b * np.prod(g) <= m_mem / 2]
     often = costly(samples, o.sizes)
     # Alone, and as many as a bucket's batch holds (where these are not very many: their time is little).
     shapes += [Shape(b, *g, CAPTION) for g in (*often, *grids) for b in (1, m_mem // int(np.prod(g))) if b <= 32]
-    shapes = list({(s.B, s.S): s for s in shapes}.values())
+    return list({(s.B, s.S): s for s in shapes}.values())
+
+
+def sweep(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int) -> tuple[CostFit, list[dict]]:
+    """The fit of a shape benchmark of this job, and the benchmark's runs."""
+    shapes = sweep_shapes(samples, o, m_mem)
     runs = graphopt.shape_benchmark(job.alone, shapes, budget_s=o.budget, warmup=1, repeats=3, device=job.device,
                                     reset=job.clear, progress=False, queued=True, key=(key := runs_key(o)),
                                     path=runs_file(o, key))  # fmt: skip
-    fit = graphopt.fit_cost(runs, anchored=True, refuse=False)
-    ok = [r for r in runs.rows if r["status"] == "ok"]
-    host = float(np.median([r["host_s"] for r in ok if "host_s" in r] or [0.0]))
+    return graphopt.fit_cost(runs, anchored=True, refuse=False), [r for r in runs.rows if r["status"] == "ok"]
+
+
+def host_seconds(ok: list[dict]) -> float:
+    """What the host takes for a microbatch, median over the runs."""
+    return float(np.median([r["host_s"] for r in ok if "host_s" in r] or [0.0]))
+
+
+def fit_here(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int):
+    """(fit with the overhead of a step, the host's share, relative speed of each rank)."""
+    fit, ok = sweep(job, samples, o, m_mem)
     # How fast each rank is, on work it does at full power.
     long = max((r for r in ok if r["B"] == 1), key=lambda r: r["S"])
     long = Shape(*(long[d] for d in "BTHWL"))
@@ -119,10 +132,11 @@ def fit_here(job: Job, samples: Samples, o: argparse.Namespace, m_mem: int):
     speeds = took.max() / took
     # What a step takes beside its microbatches (gather, reduce, optimizer), from steps of one and of two in turn.
     job.clear()
+    grids = grids_of(samples, o.shapes)
     middle = Shape(1, *grids[len(grids) // 2], CAPTION)
     pairs = timed(job, lambda i: job.step_of([middle] * (1 + i % 2), i), 30).mean(0).reshape(-1, 2)
     overhead = float(np.median(2 * pairs[:, 0] - pairs[:, 1]))
-    return CostFit(**{**fit.__dict__, "step_overhead_s": max(0.0, overhead)}), host, speeds
+    return CostFit(**{**fit.__dict__, "step_overhead_s": max(0.0, overhead)}), host_seconds(ok), speeds
 
 
 def fit_of(row: dict) -> CostFit:

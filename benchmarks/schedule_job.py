@@ -124,10 +124,10 @@ class Job:
         return event
 
     def seconds(self, marks: list) -> np.ndarray:
-        """Seconds between marks, float64 [marks - 1]."""
-        self.sync()
+        """Seconds between marks, float64 [marks - 1]; waits for the last of them, and not for what is queued behind."""
         if self.device.type != "cuda":
             return np.diff(marks)
+        marks[-1].synchronize()
         return np.array([a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)])
 
     def step_of(self, shapes: list[Shape], number: int) -> None:

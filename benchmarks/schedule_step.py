@@ -54,7 +54,7 @@ from schedule_fit import (  # noqa: E402
     grids_of,
     samples_of,
 )
-from schedule_gains import gains, rates, row_of, seconds_of_shapes  # noqa: E402
+from schedule_gains import gains, rates, row_of, seconds_of_shapes, without_prediction  # noqa: E402
 from schedule_job import SYSTEMS, Job, every_rank  # noqa: E402
 from schedule_shape import start  # noqa: E402
 
@@ -93,6 +93,13 @@ def plans_of(samples: Samples, fit: CostFit, o: argparse.Namespace, m_mem: int, 
         per = one.manifest["totals"]["tokens"] / len(one)
         plans[policy] = plan_batches(samples, fit, microbatches=max(1.0, wanted / per), **more)
     return plans
+
+
+def twins(plans: dict[str, Plan]) -> dict[str, str]:
+    """The first policy with the same plan as each: where one longest sample fills memory, adaptive_load's limits are
+    equal_token's."""
+    table = {p: plan.table() for p, plan in plans.items()}
+    return {p: next((q for q in plans if q == p or table[p] == table[q]), p) for p in plans}
 
 
 def run(job: Job, plans: dict[str, Plan], fit: CostFit, count: int, o: argparse.Namespace,
@@ -184,9 +191,7 @@ def measure(job: Job, plans: dict[str, Plan], fit: CostFit, row: dict, steps: in
     """Result rows of every policy at one tau, anew with more steps; `foreign`: the fit is another system's, and
     predicts nothing here."""
     say(f"planned, tau = {row['tau']}")
-    # Where one longest sample fills memory, adaptive_load's limits are equal_token's.
-    table = {p: plan.table() for p, plan in plans.items()}
-    twin = {p: next((q for q in plans if q == p or table[p] == table[q]), p) for p in plans}
+    twin = twins(plans)
     try:
         for found in run(job, {p: plans[p] for p in plans if twin[p] == p}, fit, steps, o, say):
             yield rows_of(job, plans, twin, found, fit, row, o, say, foreign=foreign)
@@ -207,12 +212,7 @@ def rows_of(job: Job, plans: dict[str, Plan], twin: dict[str, str], found: dict[
         by[p] |= gains(p, by, plans, fit) if {"step_balanced", "equal_token"} <= set(by) else {}
         lists = ("step_s", "predicted_s", "busy_s", "step_tokens", "host_ahead_s", "microbatch_s")
         say({k: round(v, 4) if isinstance(v, float) else v for k, v in by[p].items() if k not in lists})
-    if not foreign:
-        return list(by.values())
-    other = ("mape", "bias", "zero", "share", "planned", "predicted", "simulated")
-    kept_keys = {k for r in by.values() for k in r if k.split("_")[0] not in other}
-    return [{**{k: v for k, v in r.items() if k in kept_keys}, "simulated": False, "planned_with": "graphopt's fit"}
-            for r in by.values()]  # fmt: skip
+    return without_prediction(list(by.values())) if foreign else list(by.values())
 
 
 def simulated(fit: CostFit, o: argparse.Namespace, common: dict, say: Callable) -> list[dict]:
@@ -278,6 +278,7 @@ def main() -> None:
     p.add_argument("--plan-with", type=Path, help="a schedule.json: take its fit (this system's, or else another's)")
     p.add_argument("--plans-from", type=Path, help="a schedule.json: only simulate --plan-ranks with its fit")
     p.add_argument("--out", type=Path)
+    p.set_defaults(name="schedule_step")
     o = p.parse_args()
     if o.plans_from:
         o.machine = o.machine or o.plans_from.parent.name

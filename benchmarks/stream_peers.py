@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 from _results import save
-from stream_step import GPU, KEYS, WIDTHS, cores, inputs
+from _stream_rates import cores
+from stream_step import GPU, KEYS, WIDTHS, inputs
 
 
 def build(width: str, layers: int) -> torch.nn.Module:

@@ -1,16 +1,19 @@
 """Steps of a streamed Wan-shaped model against the same compiled layers resident, in one run.
 
     python benchmarks/stream_step.py [--layers 30] [--width 1.3b|14b] [--grids 5x30x52,21x30x52] [--slots 3]
-                                     [--updates "deferred,priority,serial;priority"] [--timeline FOLDER]
+                                     [--resident 2,4] [--updates "deferred,priority,serial;priority"]
+                                     [--timeline FOLDER]
 
 Measured: H2D, D2H and AdamW alone and together; the step with every layer in a slot and no optimizer (resident
 compute); then each update order ("priority@20/8+graphs": with 20 threads, 8 slots and CUDA graphs per class of layers).
-"serial": one stream for kernels and copies, the update at the end of the step.  Lists of orders, separated by ";", go
-to the grids in turn; the last one serves all that are left.  Resident compute is measured before and after the orders
-of a grid, and rows hold the median of both.
+"serial": one stream for kernels and copies, the update at the end of the step.  Several numbers of resident layers take
+one model each.  Lists of orders, separated by ";", go to the grids of the first model in turn, then to those of the
+next; the last one serves all that are left.  Resident compute is measured before and after the orders of a grid, and
+rows hold the median of both.
 bound_ms: from the rates alone (docs/streaming.md); rho = bound_ms / step_ms.  One row per grid, order and number of
-cores, with the rates of its run, and with those of the model's own copies, alone, right after the order: a link that
-others slowed down shows there.
+cores, with the rates of its run (adamw_pool: on the CPUs of that order's threads), and with those of the model's own
+copies, alone, right after the order: a link that others slowed down shows there.  adamw_ms: of a step, in the
+optimizer's loop; adamw_call_ms: with the way back to the interpreter.
 --steps: warm-up included: two, or all but one where there are fewer than three, to try something.
 --timeline: where to keep a timeline (Chrome trace and page) of two steps of each order.
 """
@@ -18,6 +21,7 @@ others slowed down shows there.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import statistics
@@ -27,10 +31,12 @@ from pathlib import Path
 
 import torch
 from _results import save
+from _stream_rates import Box, bounds, copies, cores, number, rss
 
 import graphopt
 from graphopt.schedule.stream_timeline import busy
-from graphopt.streaming import attach, measure, numa
+from graphopt.streaming import attach, numa
+from graphopt.streaming import compile as classes
 from graphopt.streaming.optimizer import kernel_of
 from graphopt.streaming.updates import Updates
 
@@ -103,11 +109,6 @@ def steps(model, kw: dict, opt, n: int, warm: int) -> tuple[list[float], list[fl
     return [between(*t) for t in times], [between(*t) for t in forwards], [x.item() for x in losses]
 
 
-def number(x: float) -> float | None:
-    """None for what was not measured."""
-    return x if x == x else None
-
-
 def parsed(update: str, a: argparse.Namespace) -> tuple[str, int | None, int]:
     """Kind, threads and slots of an order as it is asked for."""
     found = re.fullmatch(r"(\w+)(?:@(\d+))?(?:/(\d+))?(?:\+graphs)?", update)
@@ -146,46 +147,6 @@ class Serial:
         self.opt.zero_grad()
 
 
-def bounds(engine, rate: dict[str, float], slots: int, r: float, f: float) -> dict[str, float]:
-    """Least milliseconds of a step in each order; r, f: resident step and its forward."""
-    layers = engine.store.layers
-    nbytes, kept = sum(x.nbytes for x in layers), sum(x.nbytes for x in layers[len(layers) - slots:])
-    up1, up2 = nbytes / rate["h2d"] / 1e6, (nbytes - kept) / rate["h2d"] / 1e6
-    down = sum(x.grad_bytes for x in layers) / rate["d2h"] / 1e6
-    adam = 26 * sum(x.elements for x in layers) / rate["adamw"] / 1e6
-    b = r - f
-    return {"deferred": max(f, up1, adam) + max(b, up2, down), "priority": max(r, adam, up1 + up2),
-            "in_backward": max(f, up1) + max(b, up2, down, adam), "serial": r + up1 + up2 + down + adam,
-            "adamw": adam, "up": up1 + up2, "down": down}
-
-
-def cores() -> int:
-    """CPUs that this process may use: rows of machines with more or fewer of them stand side by side."""
-    return len(os.sched_getaffinity(0))
-
-
-def copies(engine) -> dict[str, float]:
-    """GB/s of the copies of all layers' gradients, down and up again, with nothing beside; gradients are lost."""
-    layers, slab = [x for x in engine.store.layers if x.slab is not None], engine.gradients.slabs[0]
-    if not layers:
-        return {}
-    found = {}
-    for what in ("d2h", "h2d"):
-        start = time.perf_counter()
-        for x in layers:
-            host, device = x.slab[:x.grad_bytes], slab[:x.grad_bytes]
-            end = engine.link.download(host, device, None) if what == "d2h" else engine.link.upload(device, host, None)
-        engine.link.join(end)
-        found[f"{what}_after_gb_per_s"] = sum(x.grad_bytes for x in layers) / (time.perf_counter() - start) / 1e9
-    return found
-
-
-def rss() -> float:
-    """GiB of memory this process holds."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(x for x in status if x.startswith("VmRSS")).split()[1]) / 2**20
-
-
 def first_step(step, kw: dict, engine, model) -> tuple[float, float]:
     t = time.perf_counter()
     loss = step(**kw)[0].float().square().mean()
@@ -197,13 +158,36 @@ def first_step(step, kw: dict, engine, model) -> tuple[float, float]:
     return time.perf_counter() - t, loss.item()
 
 
+def streamed(a: argparse.Namespace, resident: int, say) -> tuple[torch.nn.Module, object, object]:
+    """The model, its runtime, and its step, to be compiled."""
+    model = build(a.width, a.layers)
+    graphopt.stream(model, "cuda" if GPU else "cpu", slots=a.slots, resident=resident)
+    if GPU:
+        torch.cuda.empty_cache()
+    engine = attach.engine_of(model)
+    first = engine.store.layers[0]
+    say(f"{sum(q.numel() for q in model.parameters()) / 1e9:.3f} B parameters, {len(engine.store.layers)} layers of "
+        f"{first.nbytes / 1e6:.1f} MB, {resident} resident, pinned {first.weights.is_pinned() if GPU else '-'}")
+    options = {"graphopt.compiler": a.compiler}
+    if a.compiler != "inductor":
+        options["graphopt.rules"] = []
+    return model, engine, torch.compile(model, backend="graphopt", options=options, dynamic=False)
+
+
+def optimizer(model: torch.nn.Module, threads: int | None):
+    opt = graphopt.HostAdamW(model.parameters(), lr=1e-5, threads=threads)
+    for state in opt.states.values():  # a first update would meet untouched pages
+        state.exp_avg.zero_(), state.exp_avg_sq.zero_(), state.residual.zero_()
+    return opt
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--layers", type=int, default=30)
     p.add_argument("--width", choices=sorted(WIDTHS), default="1.3b")
     p.add_argument("--grids", default="5x30x52")
     p.add_argument("--slots", type=int, default=3)
-    p.add_argument("--resident", type=int, default=0, help="first layers that stay on the device")
+    p.add_argument("--resident", default="0", help="first layers that stay on the device; several numbers by commas")
     p.add_argument("--updates", default="deferred,priority", help="orders, lists for several grids separated by ;")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--threads", type=int, help="of the optimizer's kernel")
@@ -216,115 +200,113 @@ def main() -> None:
     a = p.parse_args()
     if a.steps < 1:
         p.error("--steps: at least one")
-    grids = {tuple(int(x) for x in g.split("x")): g for g in a.grids.split(",")}
-    say = lambda *x: print(f"[{time.perf_counter() - t0:.1f} s]", *x, flush=True)
     t0 = time.perf_counter()
-    model = build(a.width, a.layers)
-    params = sum(q.numel() for q in model.parameters()) / 1e9
-    device = "cuda" if GPU else "cpu"
-    graphopt.stream(model, device, slots=a.slots, resident=a.resident)
-    if GPU:
-        torch.cuda.empty_cache()
-    engine = attach.engine_of(model)
-    first = engine.store.layers[0]
-    say(f"{params:.3f} B parameters, {len(engine.store.layers)} layers of {first.nbytes / 1e6:.1f} MB, "
-        f"pinned {first.weights.is_pinned() if GPU else '-'}")
-    options = {"graphopt.compiler": a.compiler}
-    if a.compiler != "inductor":
-        options["graphopt.rules"] = []
-    step = torch.compile(model, backend="graphopt", options=options, dynamic=False)
+    say = lambda *x: print(f"[{time.perf_counter() - t0:.1f} s]", *x, flush=True)
     say(f"{cores()} CPUs: {sorted({tuple(sorted(numa.siblings(c))) for c in os.sched_getaffinity(0)})}")
-    rate = dict.fromkeys(("h2d", "d2h", "adamw"), float("nan"))
-    if a.rates_seconds:
-        rate = measure.host_rates(device, a.rates_seconds, elements=min(first.elements, measure.ELEMENTS))
-    rates = measure.rates(device, host=rate) if a.rates_seconds else None
-    say("GB/s: " + " ".join(f"{k} {v:.1f}" for k, v in rate.items()), rates or "")
-    opt = None
-    for grid, name in grids.items():
-        kw, tokens = inputs(grid, WIDTHS[a.width]["text_dim"]), grid[0] * grid[1] * grid[2]
-        n, warm = (a.steps, min(2, a.steps - 1)) if tokens < 20000 else (max(3, a.steps // 2), 1)
-        engine.optimizer = None
-        seconds, loss = first_step(step, kw, engine, model)
-        say(f"{name}: first step (compile) {seconds:.1f} s, loss {loss:.5f}; {graphopt.last_report().graphs[-1].notes}")
-        r = f = float("nan")
-        if not a.no_resident_run:
-            engine.set_slots(a.layers - a.resident)
-            times, forwards, _ = steps(step, kw, Nothing(model, engine), n, warm)
-            r, f = statistics.median(times), statistics.median(forwards)
-            say(f"{name}: resident compute (all layers in slots, gradients still copied down) {r:.1f} ms, "
-                f"forward {f:.1f}; {[round(t, 1) for t in times]}")
-            engine.set_slots(a.slots)
-        if opt is None:
-            opt = graphopt.HostAdamW(model.parameters(), lr=1e-5, threads=a.threads)
-            for state in opt.states.values():  # a first update would meet untouched pages
-                state.exp_avg.zero_(), state.exp_avg_sq.zero_(), state.residual.zero_()
-        engine.optimizer = weakref.ref(opt)
+    threads = {parsed(u, a)[1] for x in a.updates.split(";") for u in x.split(",")}
+    box = Box(a.rates_seconds, threads, 64 if a.width == "tiny" else 46_000_000)
+    say("GB/s: " + " ".join(f"{k} {v:.1f}" for k, v in box.rate.items()), box.rates or "", "pools",
+        {k: round(v, 1) for k, v in box.pools.items()})
+    lists, at, kept = a.updates.split(";"), 0, []
+    for resident in map(int, a.resident.split(",")):
+        torch.compiler.reset()  # compiled frames hold the model before
+        gc.collect()
         if GPU:
             torch.cuda.empty_cache()
-        bound = bounds(engine, rate, a.slots, r, f)
-        say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
-        lists = a.updates.split(";")
-        updates = lists[min(list(grids).index(grid), len(lists) - 1)].split(",")
-        rows = []
-        for update in updates:
-            kind, threads, slots = parsed(update, a)
-            engine.replays.set("on" if update.endswith("+graphs") else "off")
-            serial = kind == "serial"
-            opt.update = "deferred" if serial else kind
-            engine.gradients.keep_norms = opt.update == "deferred"
-            engine.set_slots(slots)
-            bound = bounds(engine, rate, slots, r, f)
-            engine.link.overlap(not serial)
-            driver = Serial(opt) if serial else opt
-            pictured = a.timeline is not None and updates.index(update) < a.timelines
-            plan = graphopt.stream_plan(model, tokens, slots=slots, update=opt.update, rates=rates)
-            try:
-                opt.flush()
-                opt.updates = Updates(  # a thread of its own, on as many CPUs as this order's team has threads
-                    opt.store, engine.link, opt.states, kernel_of("auto", engine.link, threads), threads)
-                row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
-                            f"{tokens}-{update.replace('/', '-')}", n, warm, say)
-            except Exception as error:  # the other orders are still worth measuring
-                say(f"{name} {update} FAILED: {type(error).__name__}: {error}")
-                continue
-            finally:
-                engine.link.overlap(True)
-            say(f"{name} {update}: bound {bound[kind]:.1f}, rho {bound[kind] / row['step_ms']:.3f}, "
-                f"x{row['step_ms'] / r:.3f} resident; planned {1e3 * plan.step_s:.1f} ms, "
-                f"peak {plan.peak_bytes / 2**30:.3f} GiB, host {plan.host_bytes / 2**30:.2f} GiB")
-            row |= dict(params_b=round(params, 3), tokens=tokens, system="serial" if serial else "graphopt",
-                        update=opt.update, overlap=not serial, slots=slots, resident=a.resident,
-                        layers=a.layers, width=a.width, resident_ms=number(r), bound_ms=number(bound[kind]),
-                        rho=number(bound[kind] / row["step_ms"]), host_gib=engine.store.arena.nbytes / 2**30,
-                        plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
-                        plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
-                        graphs="on" if update.endswith("+graphs") else None,
-                        threads=threads or len(numa.pool_cpus(engine.link.device)), cores=cores(), steps=n - warm,
-                        physical_cores=len({min(numa.siblings(c)) for c in os.sched_getaffinity(0)}),
-                        rates_gb_per_s={k: v for k, v in rate.items() if number(v)} or None, **copies(engine))
-            after = " ".join(f"{k[:3]} {row[k]:.1f}" for k in row if k.endswith("_after_gb_per_s"))
-            say(f"{name} {update}: copies alone, GB/s: {after}")
-            save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in rate.items()}, a.out)
-            rows.append(row)
-        if rows and not a.no_resident_run:
-            engine.optimizer = None
-            engine.replays.set("off")
-            engine.set_slots(a.layers - a.resident)
-            after, forward, _ = steps(step, kw, Nothing(model, engine), n, warm)
-            engine.set_slots(a.slots)
-            r, f = statistics.median(times + after), statistics.median(forwards + forward)
-            say(f"{name}: resident compute again {statistics.median(after):.1f} ms; of both {r:.1f}, forward {f:.1f}; "
-                f"{[round(t, 1) for t in after]}")
-            for row in rows:
-                bound = bounds(engine, rate, row["slots"], r, f)
-                kind = "serial" if row["system"] == "serial" else row["update"]
-                row |= dict(resident_ms=r, resident_before_ms=statistics.median(times),
-                            resident_after_ms=statistics.median(after), bound_ms=number(bound[kind]),
-                            rho=number(bound[kind] / row["step_ms"]), adamw_alone_ms=number(bound["adamw"]))
-                say(f"{name} {row['system']} {row['update']} {row['threads']} threads, "
-                    f"{row['slots']} slots, graphs {row['graphs']}: {row['step_ms']:.1f} ms, "
-                    f"rho {row['rho'] or 0:.3f}, x{row['step_ms'] / r:.3f} resident")
-            save("stream", rows, KEYS, {}, a.out)
+        model, engine, step = streamed(a, resident, say)
+        opt = None
+        for name in a.grids.split(","):
+            updates = lists[min(at, len(lists) - 1)].split(",")
+            opt = one_grid(a, box, model, engine, step, opt, resident, name, updates, say)
+            kept += classes._shared.values()  # the next model's are the same
+            at += 1
+        del model, engine, step, opt
+
+
+def one_grid(a, box: Box, model, engine, step, opt, resident: int, name: str, updates: list[str], say):
+    """All orders at one size; returns the optimizer, made at the first."""
+    grid = tuple(int(x) for x in name.split("x"))
+    kw, tokens = inputs(grid, WIDTHS[a.width]["text_dim"]), grid[0] * grid[1] * grid[2]
+    n, warm = (a.steps, min(2, a.steps - 1)) if tokens < 20000 else (max(3, a.steps // 2), 1)
+    engine.optimizer = None
+    seconds, loss = first_step(step, kw, engine, model)
+    say(f"{name}: first step (compile) {seconds:.1f} s, loss {loss:.5f}; {graphopt.last_report().graphs[-1].notes}")
+    r = f = float("nan")
+    if not a.no_resident_run:
+        engine.set_slots(a.layers - resident)
+        times, forwards, _ = steps(step, kw, Nothing(model, engine), n, warm)
+        r, f = statistics.median(times), statistics.median(forwards)
+        say(f"{name}: resident compute (all layers in slots, gradients still copied down) {r:.1f} ms, "
+            f"forward {f:.1f}; {[round(t, 1) for t in times]}")
+        engine.set_slots(a.slots)
+    opt = opt or optimizer(model, a.threads)
+    engine.optimizer = weakref.ref(opt)
+    if GPU:
+        torch.cuda.empty_cache()
+    bound = bounds(engine, box.rate, a.slots, r, f)
+    say(f"{name}: ms alone: " + " ".join(f"{k} {bound[k]:.1f}" for k in ("adamw", "up", "down")))
+    rows = []
+    for update in updates:
+        kind, threads, slots = parsed(update, a)
+        engine.replays.set("on" if update.endswith("+graphs") else "off")
+        serial = kind == "serial"
+        opt.update = "deferred" if serial else kind
+        engine.gradients.keep_norms = opt.update == "deferred"
+        engine.set_slots(slots)
+        bound = bounds(engine, box.rate, slots, r, f)
+        engine.link.overlap(not serial)
+        driver = Serial(opt) if serial else opt
+        pictured = a.timeline is not None and updates.index(update) < a.timelines
+        plan = graphopt.stream_plan(model, tokens, slots=slots, update=opt.update, rates=box.plan(threads))
+        try:
+            opt.flush()
+            opt.updates = Updates(  # a thread of its own, on as many CPUs as this order's team has threads
+                opt.store, engine.link, opt.states, kernel_of("auto", engine.link, threads), threads)
+            row = order(model, step, kw, engine, driver, opt, a.timeline if pictured else None,
+                        f"{tokens}-{resident}-{update.replace('/', '-')}", n, warm, say)
+        except Exception as error:  # the other orders are still worth measuring
+            say(f"{name} {update} FAILED: {type(error).__name__}: {error}")
+            continue
+        finally:
+            engine.link.overlap(True)
+        say(f"{name} {update}: bound {bound[kind]:.1f}, rho {bound[kind] / row['step_ms']:.3f}, "
+            f"x{row['step_ms'] / r:.3f} resident; planned {1e3 * plan.step_s:.1f} ms, "
+            f"peak {plan.peak_bytes / 2**30:.3f} GiB, host {plan.host_bytes / 2**30:.2f} GiB")
+        row |= dict(params_b=round(sum(q.numel() for q in model.parameters()) / 1e9, 3), tokens=tokens,
+                    system="serial" if serial else "graphopt", update=opt.update, overlap=not serial, slots=slots,
+                    resident=resident, layers=a.layers, width=a.width, resident_ms=number(r),
+                    bound_ms=number(bound[kind]), rho=number(bound[kind] / row["step_ms"]),
+                    host_gib=engine.store.arena.nbytes / 2**30,
+                    plan_host_gib=plan.host_bytes / 2**30, plan_device_gib=plan.device_bytes / 2**30, rss_gib=rss(),
+                    plan_ms=None if serial else 1e3 * plan.step_s, plan_peak_gib=plan.peak_bytes / 2**30,
+                    graphs="on" if update.endswith("+graphs") else None,
+                    threads=threads or len(numa.pool_cpus(engine.link.device)), cores=cores(), steps=n - warm,
+                    physical_cores=len({min(numa.siblings(c)) for c in os.sched_getaffinity(0)}),
+                    rates_gb_per_s=box.of(threads) or None, **copies(engine))
+        after = " ".join(f"{k[:3]} {row[k]:.1f}" for k in row if k.endswith("_after_gb_per_s"))
+        say(f"{name} {update}: copies alone, GB/s: {after}")
+        save("stream", [row], KEYS, {f"stream_{k}_gb_per_s": v for k, v in box.rate.items()}, a.out)
+        rows.append(row)
+    if rows and not a.no_resident_run:
+        engine.optimizer = None
+        engine.replays.set("off")
+        engine.set_slots(a.layers - resident)
+        after, forward, _ = steps(step, kw, Nothing(model, engine), n, warm)
+        engine.set_slots(a.slots)
+        r, f = statistics.median(times + after), statistics.median(forwards + forward)
+        say(f"{name}: resident compute again {statistics.median(after):.1f} ms; of both {r:.1f}, forward {f:.1f}; "
+            f"{[round(t, 1) for t in after]}")
+        for row in rows:
+            bound = bounds(engine, box.rate, row["slots"], r, f)
+            kind = "serial" if row["system"] == "serial" else row["update"]
+            row |= dict(resident_ms=r, resident_before_ms=statistics.median(times),
+                        resident_after_ms=statistics.median(after), bound_ms=number(bound[kind]),
+                        rho=number(bound[kind] / row["step_ms"]), adamw_alone_ms=number(bound["adamw"]))
+            say(f"{name} {row['system']} {row['update']} {row['threads']} threads, {resident} resident, "
+                f"{row['slots']} slots, graphs {row['graphs']}: {row['step_ms']:.1f} ms, "
+                f"rho {row['rho'] or 0:.3f}, x{row['step_ms'] / r:.3f} resident, {row['peak_gib']:.2f} GiB")
+        save("stream", rows, KEYS, {}, a.out)
+    return opt
 
 
 def order(
@@ -335,14 +317,17 @@ def order(
     if GPU:
         torch.cuda.reset_peak_memory_stats()
     misses, worked, waited = engine.ring.misses, opt.updates.worked, engine.ring.waited
+    spent = lambda: getattr(opt.updates.kernel, "seconds", 0.0)
+    inside = spent()
     n -= warm
     times, forward, losses = steps(step, kw, driver, n, 0)
     opt.flush()
+    call, loop = 1e3 * (opt.updates.worked - worked) / n, 1e3 * (spent() - inside) / n
     ms = statistics.median(times)
     buffers, pool = engine.replays.nbytes
     peak = (torch.cuda.max_memory_allocated() + pool) / 2**30 if GPU else 0.0  # a pool's memory counts as free
     say(f"{label}: step {ms:.1f} ms ({min(times):.1f}-{max(times):.1f}), forward {statistics.median(forward):.1f}, "
-        f"peak {peak:.2f} GiB, AdamW {1e3 * (opt.updates.worked - worked) / n:.0f} ms and host waits "
+        f"peak {peak:.2f} GiB, AdamW {call:.0f} ms ({loop:.0f} in its loop) and host waits "
         f"{1e3 * (engine.ring.waited - waited) / n:.0f} ms a step, misses {engine.ring.misses - misses}, "
         f"losses {losses[0]:.5f} {losses[-1]:.5f}")
     if timeline is not None:
@@ -365,6 +350,7 @@ def order(
         say(f"{label}: {engine.replays.recorded} graphs, {engine.replays.replayed} replays, inputs "
             f"{buffers / 2**30:.3f} GiB, pool {pool / 2**30:.3f} GiB, reserved {reserved:.2f}")
     return dict(forward_ms=statistics.median(forward), step_ms=ms, peak_gib=peak, reserved_gib=reserved,
+                adamw_ms=loop, adamw_call_ms=call,
                 graphs_gib=(buffers + pool) / 2**30)
 
 

@@ -44,8 +44,13 @@ _BODY = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <omp.h>
 
 typedef uint16_t bf16;
+static const int64_t BLOCK = 64, AHEAD = 512;  // elements
+template <class T> static inline void fetch(const T* x, int64_t i) {  // a block of an array, before it is needed
+    for (int64_t k = 0; k < BLOCK; k += 64 / sizeof(T)) __builtin_prefetch(x + i + AHEAD + k);
+}
 struct Hyper { float decay, b1w, b2, b2w, root2, eps, size, scale, emaw; int32_t clip; };
 struct Piece { void* w; int16_t* r; const void* g; float* m; float* v; float* e; int64_t n; int32_t kind, hyper; };
 
@@ -70,26 +75,34 @@ static inline float step(float p, float g, float& m, float& v, const Hyper& h) {
 }
 """
 
+# prefetches: the hardware's stop at every page, and with all threads at work memory answers so late that the lines they
+# keep on the way are too few
 _LOOP = r"""
 static void {name}(const Piece& s, const Hyper hyper, int64_t a, int64_t b) {{
     const Hyper h = hyper;
     {weight}* w = ({weight}*)s.w; int16_t* r = s.r; const {grad}* g = (const {grad}*)s.g;
     float* m = s.m; float* v = s.v; float* e = s.e;
-    #pragma omp simd
-    for (int64_t i = a; i < b; i++) {{
-        float mi = m[i], vi = v[i];
-        float p = step({load}, up(g[i]), mi, vi, h);
-        m[i] = mi; v[i] = vi;
-        {store}
-        {ema}
+    for (int64_t j = a; j < b; j += BLOCK) {{
+        {ahead}
+        const int64_t end = std::min(b, j + BLOCK);
+        #pragma omp simd
+        for (int64_t i = j; i < end; i++) {{
+            float mi = m[i], vi = v[i];
+            float p = step({load}, up(g[i]), mi, vi, h);
+            m[i] = mi; v[i] = vi;
+            {store}
+            {ema}
+        }}
     }}
 }}
 """
 
-# pieces are cut into chunks, so that many small parameters and one large one keep all threads busy alike
+# pieces are cut into chunks, so that many small parameters and one large one keep all threads busy alike; the result is
+# in seconds
 _DRIVER = r"""
-extern "C" void adamw(const Piece* pieces, const Hyper* hypers, int64_t count, const int64_t* firsts, int64_t chunks,
-                      int64_t chunk, int threads) {{
+extern "C" double adamw(const Piece* pieces, const Hyper* hypers, int64_t count, const int64_t* firsts, int64_t chunks,
+                        int64_t chunk, int threads) {{
+    const double start = omp_get_wtime();
     #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t c = 0; c < chunks; c++) {{
         int64_t k = std::upper_bound(firsts, firsts + count, c) - firsts - 1;
@@ -99,6 +112,7 @@ extern "C" void adamw(const Piece* pieces, const Hyper* hypers, int64_t count, c
 {cases}
         }}
     }}
+    return omp_get_wtime() - start;
 }}
 """
 # a read-modify-write of three arrays: what the optimizer's access pattern can reach at most, for measurements
@@ -139,6 +153,7 @@ def source() -> str:
             load="w[i]" if weight == "fp32" else "join(w[i], r[i])",
             store="w[i] = p;" if weight == "fp32" else "split(p, w[i], r[i]);",
             ema="e[i] = toward(e[i], p, h.emaw);" if ema else "",
+            ahead=" ".join(f"fetch({x}, j);" for x in "wrgmve" if (x != "r" or weight != "fp32") and (x != "e" or ema)),
         ))
         cases.append(f"            case {kind}: {name}(s, hypers[s.hyper], a, b); break;")
     return "".join(parts) + _DRIVER.format(cases="\n".join(cases)) + _SWEEP
@@ -222,6 +237,7 @@ def library(isa: str | None = None) -> ctypes.CDLL:
 def load(threads: int, isa: str | None = None) -> Callable[[Sequence[Piece]], None]:
     """`adamw.update_all` compiled, on so many threads; isa: one of ISAS, or the best one.  Raises CodegenError."""
     compiled_code = library(isa)
+    compiled_code.adamw.restype = ctypes.c_double
 
     def update(pieces: Sequence[Piece]) -> None:
         plain = [p for p in pieces if not _fits(p)]
@@ -238,9 +254,11 @@ def load(threads: int, isa: str | None = None) -> Callable[[Sequence[Piece]], No
         for p in compiled:
             firsts.append(chunks)
             chunks += (p.weight.numel() + CHUNK - 1) // CHUNK
-        compiled_code.adamw(table, hypers, ctypes.c_int64(len(compiled)), (ctypes.c_int64 * len(firsts))(*firsts),
-                      ctypes.c_int64(chunks), ctypes.c_int64(CHUNK), ctypes.c_int(threads))
+        update.seconds += compiled_code.adamw(  # type: ignore[attr-defined]
+            table, hypers, ctypes.c_int64(len(compiled)), (ctypes.c_int64 * len(firsts))(*firsts),
+            ctypes.c_int64(chunks), ctypes.c_int64(CHUNK), ctypes.c_int(threads))
 
+    update.seconds = 0.0  # type: ignore[attr-defined]  # in the loop itself, without the way back to the interpreter
     update.joins = True  # type: ignore[attr-defined]  # element by element: parameters side by side may be one piece
     return update
 

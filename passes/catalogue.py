@@ -33,11 +33,11 @@ RULES: tuple[Rule, ...] = (
 
 # passes beside the sites; they are switched off like a rule
 BESIDE = frozenset({
-    "norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch",
-})
+    "norm_rotate", "head_norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch",
+})  # fmt: skip
 
-# passes that may be asked for: head_norm_rotate does not run else, joint_launch joins forwards alone
-EXPERIMENTAL = frozenset({"joint_launch", "head_norm_rotate"})
+# passes that do all they can only when asked for: by default joint_launch joins forwards alone
+EXPERIMENTAL = frozenset({"joint_launch"})
 
 # what is always done to the graphs Inductor lowers: no rules, but switched off like one
 LATE = frozenset({"reuse_gradients"})

@@ -9,11 +9,14 @@ generated kernel writes are counted differently.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
+
+from graphopt._compat import size_hint
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
@@ -24,11 +27,11 @@ VIEWS = {
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a node's value; 0 where it is no tensor of known size."""
+    """Bytes of a node's value, 0 where it is no tensor; symbolic sizes count as traced, which adds no guard."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not all(isinstance(s, int) for s in value.shape):
+    if not isinstance(value, torch.Tensor):
         return 0
-    return value.numel() * value.element_size()
+    return math.prod(map(size_hint, value.shape)) * value.element_size()
 
 
 def base(node: fx.Node) -> fx.Node:

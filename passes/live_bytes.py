@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat_triton
-from graphopt._compat import size_hint
-from graphopt.passes.freeing_order import VIEWS
+from graphopt.passes.freeing_order import VIEWS, nbytes
 
 aten = torch.ops.aten
 REDUCTIONS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default}
@@ -74,10 +73,7 @@ class LiveBytes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or self.memory(node) is not node or fused(node):
             return 0
-        count = value.element_size()
-        for extent in value.shape:
-            count *= size_hint(extent)
-        return count
+        return nbytes(node)
 
     def span(self, node: fx.Node) -> tuple[int, int]:
         """The places between which what a node allocates is alive."""

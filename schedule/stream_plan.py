@@ -26,6 +26,14 @@ WORKSPACE_BYTES = 2 * (32 << 20)  # cuBLAS on a Hopper, for each of the two thre
 # inputs, the pool's waste, and what runs between layers, which cannot use the pool: as wide as a token, fitted on one
 # peak of Wan 1.3B (7,800 tokens)
 GRAPH_UNITS = 7.5
+# the optimizer's rate in a step, beside copies and launches that use the same memory, over its rate alone; seconds in
+# which the host launches a layer's backward, and how many layers it gets ahead of the device at most (a stream holds
+# about a thousand launches): so `step()` of a deferred update comes before the device is there.  Fitted on 16 steps of
+# Wan 1.3B on hosts of 16 and 32 cores (docs/streaming.md): in the loop itself 0.79 to 0.88 of the rate alone, 0.98
+# once; launches of 5 to 9 ms in timelines
+BESIDE = 0.84
+LAUNCH_BACKWARD_S = 5.0e-3
+LAYERS_AHEAD = 9
 ADAMW_BYTES = 26  # gradient 2, weight 2 + 2, residual 2 + 2, two moments 8 + 8
 ADAMW_BYTES_FP32 = 28  # gradient 4, weight 4 + 4, two moments 8 + 8
 
@@ -35,8 +43,8 @@ class Rates:
     """What the machine sustains, in bytes/s and FLOP/s.
 
     h2d, d2h: copies of one layer between pinned host memory and the device.  adamw: bytes the optimizer's loop reads
-    and writes.  matmul, attention, attention_backward: bf16 FLOP/s.  memory: bytes/s of the device's own memory, read
-    and written.  origin: where the numbers are from.
+    and writes, with nothing beside it.  matmul, attention, attention_backward: bf16 FLOP/s.  memory: bytes/s of the
+    device's own memory, read and written.  origin: where the numbers are from.
     """
 
     h2d: float = 51.7e9
@@ -131,10 +139,25 @@ def prefetch_distance(layers: Sequence[LayerCost], rates: Rates) -> int:
     return min(need, len(layers))
 
 
-def resident_layers(layers: Sequence[LayerCost], rates: Rates) -> int:
-    """First layers to keep on the device so that the turn to the next forward does not wait for the first update."""
-    x = next((y for y in layers if y.weight_bytes), None)
-    if x is None:
+def resident_layers(layers: Sequence[LayerCost], rates: Rates, update: str = "deferred") -> int:
+    """First layers to keep on the device.
+
+    At least as many that the turn to the next forward does not wait for the first update.  Where AdamW may work all
+    step long ("priority"), as many that it takes no longer than compute, less the turn in which it has nothing to do:
+    from the end of the forward to the first gradient that lands.  If a quarter of the layers is not enough, the first
+    answer stands.
+    """
+    streamed = [y for y in layers if y.weight_bytes]
+    if not streamed:
         return 0
+    x = streamed[0]
     chain = x.grad_bytes / rates.d2h + x.adamw_bytes / rates.adamw + x.weight_bytes / rates.h2d
-    return min(len(layers) - 1, -(-int(1e9 * chain) // max(1, int(1e9 * (x.forward_s + x.backward_s)))))
+    need = -(-int(1e9 * chain) // max(1, int(1e9 * (x.forward_s + x.backward_s))))
+    if update == "priority":
+        work: dict[str, int] = {}  # resident ones, which have none now, are taken for layers like the first streamed
+        for y in layers:
+            work.setdefault(y.name, y.adamw_bytes if y.weight_bytes else x.adamw_bytes)
+        idle = streamed[-1].backward_s + streamed[-1].grad_bytes / rates.d2h
+        room = (sum(y.forward_s + y.backward_s for y in layers) - idle) * rates.adamw * BESIDE
+        need = max(need, next((k for k in range(len(work) // 4 + 1) if sum(list(work.values())[k:]) <= room), 0))
+    return min(len(layers) - 1, need)

@@ -19,6 +19,8 @@ from graphopt.streaming.store import Entry, HostLayer, HostStore
 SMALL = 0.05
 # part of the free device memory that first layers may take with their gradients and state under resident="auto"
 FIRST = 0.05
+# hosts with fewer CPUs for the optimizer keep four first layers on the device, not two: measured with 14 and 28
+FEW_CPUS = 20
 # attributes by which other systems that move weights mark a module: accelerate, diffusers, DeepSpeed, FSDP
 FOREIGN = ("_hf_hook", "_diffusers_hook", "ds_id", "_fsdp_wrapped_module")
 
@@ -36,9 +38,10 @@ def stream(
     device: where it computes.  slots: layers on the device at once; 2 overlaps upload and compute; "auto" begins with 2
     and takes device memory that the first step left unused, so that layers stay between forward and backward.
     resident: what stays on the device beside everything outside the layers and weights shared between layers: "auto"
-    (families of layers that are a small part of the model; on a GPU also the first one or two layers, where they take
-    little of its free memory, so that a forward need not wait for the updates of the step before), a number of first
-    layers, or names (`blocks.0`, globs).  A resident layer is recomputed in the backward as streamed ones are.
+    (families of layers that are a small part of the model; on a GPU also the first two layers, four where the host has
+    few CPUs, as far as they take little of its free memory, so that a forward need not wait for the updates of the step
+    before), a number of first layers (stream_plan advises one), or names (`blocks.0`, globs).  A resident layer is
+    recomputed in the backward as streamed ones are.
     layers: names (globs) of the modules that are layers; default: the members of every nn.ModuleList of two and more.
     weights: a safetensors file, several, a folder of them, or a state dict, loaded straight into the host store.
     link: how copies are made (see streaming.link); default: that of the device.
@@ -203,16 +206,19 @@ def _resident(size: dict[str, int], resident: str | int | Sequence[str], device:
 
 
 def _first_layers(sizes: list[int], device: torch.device) -> int:
-    """How many first layers stay on a GPU: two, fewer where they would take much of its memory.
+    """How many first layers stay on a GPU: two, four on a host of few CPUs, fewer where they would take much memory.
 
     The first layer's gradient, update and upload are the chain that a forward waits for at the turn of two steps; it is
-    as long as the backward of about two layers (measured on an H200: docs/streaming.md).
+    as long as the backward of about two layers (measured on an H200: docs/streaming.md).  Where the CPU optimizer binds
+    the step, every layer more is one less for it.  How long a step computes is not known here: stream_plan, which is
+    told the tokens, says how many layers would hide the optimizer.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     free, _ = torch.cuda.mem_get_info(device)
+    most = 4 if len(numa.pool_cpus(device)) < FEW_CPUS else 2
     # per 2-byte weight: the gradient 2, the residual 2, the moments 8
-    return sum(7 * sum(sizes[:k]) <= FIRST * free for k in (1, 2) if k < len(sizes) - 1)
+    return sum(7 * sum(sizes[:k]) <= FIRST * free for k in range(1, most + 1) if k < len(sizes) - 1)
 
 
 def _check_dtype(p: nn.Parameter, name: str) -> None:

@@ -29,7 +29,7 @@ class Bench:
     """
 
     def __init__(self, link: Link, elements: int = ELEMENTS, layers: int = 3, kernel: str = "auto") -> None:
-        self.link, self.kernel = link, optimizer.kernel_of(kernel, link)
+        self.link, self.kernel, self._named = link, optimizer.kernel_of(kernel, link), kernel
         made = []
         for i in range(layers):
             shape = torch.Size((elements,))
@@ -97,16 +97,20 @@ class Bench:
         took = time.perf_counter() - start
         return [d / took for d in done]
 
-    def pool(self, seconds: float = 0.3) -> float:
-        """The best rate of the optimizer on the CPUs that it has in a step, bytes/s: some cores are spared there."""
+    def pool(self, seconds: float = 0.3, threads: int | None = None) -> float:
+        """The best rate of the optimizer on the CPUs that it has in a step, bytes/s: some cores are spared there.
+
+        threads: as HostAdamW's.
+        """
         found: list[Any] = []
+        kernel = optimizer.kernel_of(self._named, self.link, threads)
 
         def work() -> None:
             try:
                 if self.link.device.type == "cuda":  # as Updates does
-                    numa.bind(numa.pool_cpus(self.link.device))
+                    numa.bind(numa.pool_cpus(self.link.device, threads))
                 with torch.no_grad():
-                    found.append(self.alone(self.adamw, seconds))
+                    found.append(self.alone(lambda layer: self.adamw(layer, kernel), seconds))
             except BaseException as error:
                 found.append(error)
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from graphopt.errors import ConfigError
 from graphopt.passes import stream_graph
 from graphopt.schedule import stream_plan as costs
-from graphopt.schedule.stream_sim import Timeline, simulate
+from graphopt.schedule.stream_sim import Task, Timeline, simulate
 from graphopt.streaming import attach, handles
 from graphopt.streaming.optimizer import MODES
 from graphopt.streaming.store import HostLayer
@@ -92,11 +92,12 @@ def stream_plan(
     """Plan the streaming of a model (which may be on meta, and may be streamed already).
 
     tokens: of one step, batch times sequence.  slots, resident, layers: as for graphopt.stream; update, ema,
-    accumulate: as for HostAdamW.  rates: measured ones of your machine (graphopt.schedule.stream_plan.Rates).
-    order: names of layers as the forward calls them (default: each once, as they stand in the model).  micro:
-    micro-batches that go through the layers together (graphopt.layer_major); tokens are those of all.  sequence: tokens
-    that attend to each other (default: those of one micro-batch).  graphs: layers are replayed as CUDA graphs, which
-    takes memory of its own (default: as a streamed model does now; a model that is not streamed yet: no).
+    accumulate: as for HostAdamW; not clipped, which has a deferred update wait for the whole backward.  rates: of your
+    machine (graphopt.schedule.stream_plan.Rates), each measured alone.  order: names of layers as the forward calls
+    them (default: each once, as they stand in the model).  micro: micro-batches that go through the layers together
+    (graphopt.layer_major); tokens are those of all.  sequence: tokens that attend to each other (default: those of one
+    micro-batch).  graphs: layers are replayed as CUDA graphs, which takes memory of its own (default: as a streamed
+    model does now; a model that is not streamed yet: no).
     Raises StreamError where the model cannot be streamed, ConfigError for bad values.
     """
     if update not in MODES or tokens < 1 or slots < 1 or micro < 1:
@@ -125,8 +126,8 @@ def stream_plan(
         host=_host(plan, ema, accumulate), device=_device(model, plan, slots, ema), uploaded=uploaded,
         downloaded=downloaded, bound=costs.bound(order_of_costs, rates, slots, update), step_s=_steady(schedule, line),
         update=update, slots=slots, tokens=tokens, slots_advised=1 + costs.prefetch_distance(order_of_costs, rates),
-        resident_advised=costs.resident_layers(order_of_costs, rates), rates=rates, timeline=line, schedule=schedule,
-        calls=tuple(calls),
+        resident_advised=costs.resident_layers(order_of_costs, rates, update), rates=rates, timeline=line,
+        schedule=schedule, calls=tuple(calls),
     )
 
 
@@ -177,15 +178,44 @@ def _simulate(
         if node.target is stream_graph.compute:
             return x.forward_s if node.kwargs["phase"] == "forward" else x.backward_s
         if node.target is stream_graph.optimizer:
-            return x.adamw_bytes / rates.adamw
+            return x.adamw_bytes / (costs.BESIDE * rates.adamw)
         rate = rates.h2d if node.target is stream_graph.prefetch else rates.d2h
         return nbytes(node) / rate
 
-    tasks = stream_graph.tasks(schedule, seconds, nbytes)
+    tasks = _stepped(stream_graph.tasks(schedule, seconds, nbytes), schedule)
     last = {n.name for n in schedule.nodes if n.kwargs.get("step") == STEPS - 1}
     up = sum(t.nbytes for t in tasks if t.stream == "upload" and t.name in last)
     down = sum(t.nbytes for t in tasks if t.stream == "download" and t.name in last)
     return simulate(tasks), up, down
+
+
+def _stepped(tasks: list[Task], schedule: fx.Graph) -> list[Task]:
+    """Deferred updates begin when the host calls `step()`, which is ahead of the device, with what has landed by then.
+
+    The graph has them wait for all gradients of the step, as an update that clips does.
+    """
+    step = {n.name: n.kwargs["step"] for n in schedule.nodes if n.op == "call_function"}
+    label = {t.name: t.label for t in tasks}
+    forward: dict[Any, str] = {}  # the last one of each step
+    backwards: dict[Any, list[Task]] = {}
+    for t in tasks:
+        if t.kind == "forward":
+            forward[step[t.name]] = t.name
+        elif t.kind == "backward":
+            backwards.setdefault(step[t.name], []).append(t)
+    made: dict[Any, Task] = {}
+    out = []
+    for t in tasks:
+        if t.kind == "optimizer" and any(label[a] != t.label for a in t.after):  # it waits for other layers' gradients
+            s = step[t.name]
+            if s not in made:
+                took = sum(min(b.seconds, costs.LAUNCH_BACKWARD_S) for b in backwards[s])
+                made[s] = Task(f"step {s}", "launch", took, (forward[s],), label=f"step {s}", kind="launch")
+                out.append(made[s])
+            reached = backwards[s][max(0, len(backwards[s]) - 1 - costs.LAYERS_AHEAD)].name
+            t = replace(t, after=(*(a for a in t.after if label[a] == t.label), made[s].name, reached))
+        out.append(t)
+    return out
 
 
 def _steady(schedule: fx.Graph, line: Timeline) -> float:

@@ -168,9 +168,9 @@ class Updates:
         if not isinstance(job, Job):
             job()
         else:
-            for event in job.landed:
-                self.link.join(event)
-            self.link.join(job.layer.reading)
+            for event in (*job.landed, job.layer.reading):
+                if not self.link.ready(event):  # a wait gives the interpreter's lock away, which takes time to get back
+                    self.link.join(event)
             state = self.states[job.layer]
             scale = job.scale()
             if scale is not None:

@@ -56,13 +56,40 @@ def test_a_step_with_sliding_attention_that_gains_nothing_is_named(tmp_path: Pat
 
 def test_streamed_steps_of_machines_stand_side_by_side(tmp_path: Path) -> None:
     row = {"params_b": 1.4, "tokens": 7800, "peak_gib": 3.0, "slots": 3, "overlap": True}
-    rows = [{**row, "system": "graphopt", "update": "priority", "step_ms": ms, "cores": n, "threads": n - 4}
-            for n, ms in ((32, 270.0), (16, 290.0))]
+    rows = [{**row, "system": "graphopt", "update": "priority", "step_ms": ms, "cores": n, "threads": n - 4, "resident": k}
+            for n, k, ms in ((32, 2, 270.0), (16, 4, 290.0))]
     rows += [{**row, "system": "fsdp2", "update": "host", "step_ms": 900.0, "peak_gib": 2.0, "cores": 16, "threads": 16}]
     text = page(tmp_path, {"stream": rows})
-    assert "| 1.4 | 7,800 | graphopt | priority | 32 | 28 | 3 | 270 |" in text
-    assert "| 1.4 | 7,800 | graphopt | priority | 16 | 12 | 3 | 290 |" in text
+    assert "| 1.4 | 7,800 | graphopt | priority | 32 | 28 | 3 | 2 | 270 |" in text
+    assert "| 1.4 | 7,800 | graphopt | priority | 16 | 12 | 3 | 4 | 290 |" in text
     assert "**As good or better elsewhere:** 1.4 B, 7,800 tokens: fsdp2's peak is 2 GiB, graphopt's 3." in text
+
+
+def test_ranks_in_turn_stand_beside_what_was_predicted(tmp_path: Path) -> None:
+    row = {"mode": "in turn", "data": "C", "checkpoint": False, "layers": 4, "ranks": 8, "tau": 1.3, "memory": 1.0, "m_mem": 32760,
+           "system": "graphopt", "steps": 7, "tokens_per_s": 9e5, "tokens_per_step": 3e5, "limit_fraction": 0.95, "load_cv": 0.1,
+           "step_cv": 0.2, "oom": 0, "graphs": 4, "peak_gib": 14.5, "starved": 3, "noise": 0.01, "microbatch_s": [[1, 1, 2, 3, 40, 0.1]]}
+    told = {"predicted_limit_fraction_steps": 0.96, "mape": 0.021, "mape_ranks": 0.03, "gain_over_equal_token": 0.31,
+            "gain_interval": [0.2, 0.4], "planned_gain_steps": 0.32, "zero_bubble_gain_steps": 0.33, "share_of_zero_bubble_gain": 0.94,
+            "share_interval": [0.9, 0.97], "planned_gain": 0.21, "planned_gain_corrected": 0.205, "planned_gain_interval": [0.2, 0.21],
+            "zero_bubble_gain": 0.22, "share_of_zero_bubble_gain_corrected": 0.93}
+    base = {**told, "gain_over_equal_token": 0.0, "gain_interval": [0.0, 0.0]}
+    rows = [{**row, **told, "policy": "step_balanced"}, {**row, **base, "policy": "equal_token"},
+            {**row, **base, "policy": "adaptive_load", "same_plan_as": "equal_token"},
+            {**row, "policy": "step_balanced", "system": "inductor", "gain_over_equal_token": 0.3, "time_over_graphopt": 1.08,
+             "time_over_interval": [1.07, 1.09]},
+            {**{k: row[k] for k in ("mode", "data", "layers", "ranks", "tau", "system")}, "policy": "equal_token", "oom": 1, "error": "no"},
+            {"mode": "fit", "data": "C", "layers": 4, "shapes": 34, "mape": 0.02, "p": 1.3}]
+    text = page(tmp_path, {"schedule_in_turn": rows})
+    assert ("| C, 4 layers | 8 | 1.3 | 32,760 | step_balanced | 7 | 95 | 96 | 31 | 20 to 40 | 32 | 33 | 94 | 90 to 97 | 2.1 | 3 |") in text
+    assert "| C, 4 layers | 8 | 1.3 | 32,760 | adaptive_load (the plan of equal_token) | 7 |" in text
+    assert "| 21 | 20.5 | 20 to 21 | 22 | 93 | 1 | 0 | 4 | 14.5 | 3 of 40 |" in text
+    assert "| inductor | 1.080 | 1.070 to 1.090 | 30 |" in text
+    assert "34 shapes, mean error 2 %, p = 1.30" in text
+    assert "Out of memory at the first step: C, 4 layers, 8 ranks, equal_token." in text
+    papers = (tmp_path / "docs" / "papers.md").read_text()
+    assert "+20.5 % (20.0 to 21.0) step_balanced tau 1.3, data C" in papers
+    assert "10.0 % equal_token, data C; 10.0 % step_balanced, data C" in papers
 
 
 def test_the_page_of_this_tree_is_current(tmp_path: Path) -> None:
@@ -78,17 +105,22 @@ def test_the_second_papers_system(tmp_path: Path) -> None:
     clip = {"figure": "clip", "layers": 3, "params_b": 4.6, "host_gib": 60.0}
     rows = [{**clip, "system": s, "frames": f, "tokens": f * 2040, "fits": fits, "step_s": sec, "peak_gib": g}
             for s, f, fits, sec, g in (("streamed", 9, True, 4.0, 30.0), ("streamed", 85, True, 60.0, 137.0), ("streamed", 89, False, 9.0, 139.0),
-                                       ("streamed_dsa", 9, True, 2.0, 31.0), ("streamed_dsa", 81, True, 15.0, 130.0))]
-    rows += [{"figure": "mfu", "system": s, "direction": d, "tokens": 7800, "mfu": m}
+                                       ("streamed_dsa", 9, True, 2.0, 31.0), ("streamed_dsa", 81, True, 15.0, 130.0), ("resident", 9, True, None, 99.0))]
+    rows += [{**clip, "system": "resident", "frames": 17, "tokens": 32640, "fits": False, "other": True, "step_s": 1.0, "peak_gib": 80.0}]
+    rows += [{"figure": "mfu", "system": s, "direction": d, "tokens": 7800, "mfu": m, "layers": 6, "params_b": 2.3}
              for s, d, m in (("prefetch", "priority", 0.4), ("no prefetch", "deferred", 0.2))]
-    rows += [{"figure": "forward", "system": s, "params_b": 14.3, "forward_ms": ms} for s, ms in (("serial", 1100.0), ("asynchronous", 550.0))]
+    rows += [{"figure": "forward", "system": s, "params_b": 14.3, "tokens": 7800, "forward_ms": ms} for s, ms in (("serial", 1100.0), ("asynchronous", 550.0))]
     page(tmp_path, {"papers": rows})
     text = (tmp_path / "docs" / "papers.md").read_text()
     assert "streamed dense: 85 frames (173,400 tokens, 60.0 s a step, 137 GiB, host 60 GiB; 89 out of memory)" in text
     assert "streamed + DSA: 81 frames" in text
     assert "its limit was not reached" in text
-    assert "| 2.0x at 9 frames (4.0 to 2.0 s, 30 and 31 GiB) |" in text
-    assert "7,800 tokens: 40 % prefetch, priority, 20 % no prefetch" in text
+    assert "| 2.0x at 9 frames (4.0 to 2.0 s, 30 and 31 GiB; 3 layers of a 105 B model's width (4.6 B parameters), the whole GPU) |" in text
+    assert "| streamed dense | 89 | 181,560 | out of memory | - | 139.0 | - | 60.0 |" in text
+    assert "resident dense: 9 frames (18,360 tokens, 99 GiB, host 60 GiB; its limit was not reached)" in text
+    assert "| resident dense | 17 | 32,640 | failed | - |" in text
+    assert "- `benchmarks/results/h200/papers.json`: last command `python benchmarks/x.py`, h200, torch 2.11, triton 3.6" in text
+    assert "7,800 tokens: 40 % prefetch, priority, 20 % no prefetch (2.3 B parameters, 6 layers of Wan 14B's width)" in text
     assert "2.00x at 14.3 B" in text
 
 

@@ -120,15 +120,12 @@ def test_experimental_passes_are_asked_for_by_name() -> None:
 
 def test_passes_beside_the_sites_run_unless_disabled() -> None:
     from graphopt import backend
-    from graphopt.passes import catalogue
 
-    usual = {"norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch"}
-    usual |= {"head_norm_rotate"} & catalogue.BESIDE
+    usual = {"norm_rotate", "head_norm_rotate", "column_sums", "gradient_addends", "stack_gradients", "joint_launch"}
     running = lambda **options: backend.beside(config.parse(None, {f"graphopt.{k}": v for k, v in options.items()})[0])
     assert running() == usual
     assert running(disable=["column_sums"]) == usual - {"column_sums"}
     assert running(experimental=["joint_launch"]) == usual | {"joint_launch"}
-    assert running(experimental=["head_norm_rotate"]) == usual | {"head_norm_rotate"}
     assert running(numerics="eager") == set()
     assert running(rules=["norm_modulate"]) == set()
     assert running(verify=True) == usual - {"norm_rotate", "head_norm_rotate"}

@@ -91,6 +91,23 @@ def test_files_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} runs {name}"
 
 
+@cache
+def files_of_tests() -> dict[str, str]:
+    return {str(f.relative_to(ROOT / "tests")): f.read_text() for f in (ROOT / "tests").rglob("test_*.py")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    """`test_store.py`, `loading/test_resume.py::test_x`, and `::test_y` of the file named before it."""
+    name = ""
+    for file, test in re.findall(r"`(?:([\w./-]*test_\w+\.py))?(?:::(test_\w+))?`", page.read_text()):
+        name = file.removeprefix("tests/") or name
+        if file or test:
+            found = [text for path, text in files_of_tests().items() if path == name or path.endswith("/" + name)]
+            assert found, f"{page.name} names {name}"
+            assert not test or any(f"def {test}(" in text for text in found), f"{page.name} names {name}::{test}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_python_blocks_are_python(page: Path) -> None:
     for block in code_blocks(page, "python"):

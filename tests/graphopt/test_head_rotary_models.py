@@ -11,7 +11,7 @@ import zoo
 
 import graphopt
 
-ASKED = {"graphopt.select": "all", "graphopt.experimental": ["head_norm_rotate"], "graphopt.on_error": "raise"}
+ASKED = {"graphopt.select": "all", "graphopt.on_error": "raise"}
 
 
 def hunyuan() -> zoo.Built:

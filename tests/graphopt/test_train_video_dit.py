@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -245,10 +246,30 @@ def launched(*command: str, timeout: float = 400) -> str:
     return done.stdout
 
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE))
+
+
+def test_torchrun_stopped_and_resumed_is_uninterrupted_bit_by_bit(data: Path, common, tmp_path: Path) -> None:
+    """FSDP2 on two processes over gloo, by the command line of docs/training_run.md."""
+    finished(tmp_path / "straight", *common, *EAGER, ranks=2)
+    options = ("--out", str(tmp_path / "stopped"), *common, *EAGER, "--resume")
+    with subprocess.Popen([sys.executable, "-m", *TORCHRUN, *options], stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}) as first:
+        end = time.monotonic() + 300
+        while len(lines(tmp_path / "stopped")) < 3 and first.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        first.terminate()
+        text = first.communicate(timeout=120)[1]
+    assert len(lines(tmp_path / "stopped")) >= 3, text[-3000:]
+    assert not (tmp_path / "stopped" / "transformer").exists()
+    launched(*TORCHRUN, *options)
+    assert losses(tmp_path / "straight") == losses(tmp_path / "stopped")
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "stopped"))
+
+
 @pytest.mark.nightly
-def test_torchrun(data: Path, common, tmp_path: Path) -> None:
-    options = ("--out", str(tmp_path), *common, "--compiler", "aot_eager")
-    text = launched("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), *options)
+def test_torchrun_compiled(data: Path, common, tmp_path: Path) -> None:
+    text = launched(*TORCHRUN, "--out", str(tmp_path), *common, "--compiler", "aot_eager")
     found = re.search(r"([0-9]+) modulate sites \(([0-9]+) rewritten\)", text)
     assert found, text  # FSDP2's hooks skip the frame above the blocks, and with it the last norm
     assert int(found[1]) == int(found[2]) >= 4

@@ -52,6 +52,20 @@ def test_the_weight_gradient_comes_first_and_frees_its_activation() -> None:
     assert free_early(gm.graph) == 0
 
 
+def test_symbolic_sizes_count_as_they_were_traced() -> None:
+    gm = make_fx(backward, tracing_mode="symbolic")(*args())
+    wide = next(n for n in gm.graph.nodes if n.target in MATMULS)
+    assert not isinstance(wide.meta["val"].shape[0], int)
+    guards = len(wide.meta["val"].shape[0].node.shape_env.guards)
+    assert free_early(gm.graph) == 1
+    assert len(wide.meta["val"].shape[0].node.shape_env.guards) == guards
+    gm.graph.lint()
+    gm.recompile()
+    values = args()
+    for mine, theirs in zip(gm(*values), backward(*values)):
+        assert torch.equal(mine, theirs)
+
+
 def test_an_activation_that_is_still_needed_moves_nothing() -> None:
     def kept(grad, act, weight):
         dx, dweight = backward(grad, act, weight)

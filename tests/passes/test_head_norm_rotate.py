@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import graphopt
-from graphopt.passes import catalogue
 
 NAME = "head_norm_rotate"
-OPTIONS = {"graphopt.select": "all", "graphopt.compiler": "aot_eager", "graphopt.experimental": [NAME]}
+OPTIONS = {"graphopt.select": "all", "graphopt.compiler": "aot_eager"}
 
 
 def rotate(x, cos, sin):
@@ -260,11 +259,13 @@ def test_norms_that_differ_are_not_joined() -> None:
     assert graphopt.report(f).sites[0].shape == (2, 6, 4, 8)
 
 
-def test_it_must_be_asked_for_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     args = operands()
-    unasked = [] if NAME in catalogue.BESIDE else [{"graphopt.experimental": []}]
-    for options in (*unasked, {"graphopt.numerics": "eager"}, {"graphopt.disable": [NAME]},
-                    {"graphopt.verify": True}, {"graphopt.select": "profitable"}):
+    f = compiled(Queries())
+    f(*args)
+    assert graphopt.report(f).count("rotary") == 1
+    for options in ({"graphopt.numerics": "eager"}, {"graphopt.disable": [NAME]}, {"graphopt.verify": True},
+                    {"graphopt.select": "profitable"}, {"graphopt.rules": ["norm_modulate"]}):
         torch._dynamo.reset()
         f = compiled(Queries(), **options)
         f(*args)
@@ -274,5 +275,3 @@ def test_it_must_be_asked_for_and_can_be_switched_off(monkeypatch: pytest.Monkey
     f = compiled(Queries())
     f(*args)
     assert graphopt.report(f).count("rotary") == 0
-    with pytest.raises(Exception, match="unknown rule"):
-        compiled(Queries(), **{"graphopt.experimental": ["head_norm"]})(*args)

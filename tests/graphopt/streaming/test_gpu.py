@@ -38,7 +38,8 @@ def test_slowed_copies_change_nothing(update: str, slots: int) -> None:
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("slots", [1, 2])
-def test_first_layers_resident(slots: int, update: str) -> None:
+def test_first_layers_resident(slots: int, update: str, monkeypatch) -> None:
+    monkeypatch.setattr(attach, "FEW_CPUS", 0)
     a, b, x = pair()
     want = train(a, Reference(a, resident=("blocks.0", "blocks.1")), x)
     opt, step = streamed(b, slots, update, resident="auto")
