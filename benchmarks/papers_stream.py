@@ -139,11 +139,11 @@ def streamed(width: str, layers: int, slots: int) -> tuple[torch.nn.Module, Engi
     return model, attach.engine_of(model), step, billions
 
 
-def mfu(width: str, layers: int, grids: list[tuple[int, int, int]], slots: int, n: int) -> Iterator[dict]:
+def mfu(width: str, layers: int, grids: list[tuple[int, int, int]], slots: int, n: int, on_gpu: bool) -> Iterator[dict]:
     """Rows per grid, and per place and order of the update; fewer steps of long ones."""
     model, engine, step, billions = streamed(width, layers, slots)
     flops = {grid: forward_flops(width, layers, grid) for grid in grids}
-    for system, update, driver in _drivers(model, engine, slots):
+    for system, update, driver in _drivers(model, engine, slots, on_gpu):
         for grid in grids:
             kw = inputs(grid, stream_step.WIDTHS[width]["text_dim"])
             if GPU:
@@ -160,10 +160,11 @@ def mfu(width: str, layers: int, grids: list[tuple[int, int, int]], slots: int, 
                        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0)
 
 
-def _drivers(model: torch.nn.Module, engine: Engine, slots: int) -> Iterator[tuple[str, str, Any]]:
+def _drivers(model: torch.nn.Module, engine: Engine, slots: int, on_gpu: bool) -> Iterator[tuple[str, str, Any]]:
     """(system, update, optimizer), one at a time."""
-    first = OnGpu(model, engine)  # kept: its memory is registered with the driver until the arena ends
-    yield "optimizer on the GPU", "gpu", first
+    if on_gpu:
+        first = OnGpu(model, engine)  # kept: its memory is registered with the driver until the arena ends
+        yield "optimizer on the GPU", "gpu", first
     opt = graphopt.HostAdamW(model.parameters(), lr=1e-5)
     for state in opt.states.values():  # a first update would meet untouched pages
         state.exp_avg.zero_(), state.exp_avg_sq.zero_(), state.residual.zero_()
@@ -224,6 +225,7 @@ def main() -> None:
     p.add_argument("--slots", type=int, default=3)
     p.add_argument("--steps", type=int, default=4)
     p.add_argument("--seconds", type=float, default=1e9)
+    p.add_argument("--host-only", action="store_true", help="no optimizer on the GPU, which takes long to set up")
     p.add_argument("--warm", action="store_true")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
@@ -232,7 +234,7 @@ def main() -> None:
     if a.warm:
         return warm(a.parts, a.width, a.layers, sizes, grids, a.slots)
     begun = time.perf_counter()
-    rows = {"mfu": lambda: mfu(a.width, a.layers, grids, a.slots, a.steps),
+    rows = {"mfu": lambda: mfu(a.width, a.layers, grids, a.slots, a.steps, not a.host_only),
             "forward": lambda: forwards(a.width, sizes, grids, a.slots, a.steps)}
     for row in chain.from_iterable(rows[part]() for part in a.parts):
         print(f"[{time.perf_counter() - begun:.0f} s]", row, flush=True)

@@ -226,7 +226,8 @@ def overlap(results: Rows) -> str:
             other = serial.get((r["params_b"], r["tokens"], r.get("cores")))
             if other and r.get("forward_ms") and other.get("forward_ms"):
                 gain = other["forward_ms"] / r["forward_ms"]
-                parts.append(f"{gain:.2f}x at {r['params_b']:.1f} B, {r['tokens']:,} tokens; other sizes not measured")
+                parts.append(f"{gain:.2f}x at {r['params_b']:.1f} B, {r['tokens']:,} tokens; other sizes not measured "
+                             "(`python benchmarks/papers_stream.py forward`)")
     return ", ".join(parts) or MISSING
 
 
