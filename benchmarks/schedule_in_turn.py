@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import signal
 import sys
@@ -44,7 +43,6 @@ from schedule_composed import Case, Lines, Step, beside, rows_of, steps_of  # no
 from schedule_fit import (  # noqa: E402
     cache_hits,
     compile_all,
-    costly,
     data_name,
     fit_of,
     grids_of,
@@ -54,7 +52,7 @@ from schedule_fit import (  # noqa: E402
     sweep_shapes,
 )
 from schedule_gains import without_prediction  # noqa: E402
-from schedule_job import CAPTION, Job  # noqa: E402
+from schedule_job import Job  # noqa: E402
 from schedule_step import graphs, plans_of, twins  # noqa: E402
 
 from graphopt.schedule.bench import Shape  # noqa: E402
@@ -225,11 +223,9 @@ def main() -> None:
             jobs[system] = Job(device, system=system, layers=o.layers, width=o.width, text_dim=o.text_dim,
                                checkpoint=o.checkpoint)  # fmt: skip
             say(f"{system}: first calls and compilation {compile_all(jobs[system], grids):.0f} s, {cache_hits()}")
-            if o.compile_only:
-                for g in {*grids, *costly(samples, o.sizes)}:  # Triton compiles sizes that 16 divides apart
-                    for b in (1, 2) if 2 * math.prod(g) <= longest else (1,):
-                        jobs[system].alone(Shape(b, *g, CAPTION))
-                jobs[system].sync()
+            if o.compile_only:  # single images are a graph of their own
+                m_mem = int(longest * max(c.memory for c in o.cases))
+                first_calls(jobs[system], sweep_shapes(samples, o, m_mem), say)
             jobs[system].clear()
             counted[system] = graphs() - begun
     if o.compile_only:
