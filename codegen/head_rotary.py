@@ -18,7 +18,7 @@ import torch
 
 from graphopt.codegen.compiler import Unit
 from graphopt.codegen.configure import cut, ring_limit
-from graphopt.codegen.emit_base import HEADER, TL
+from graphopt.codegen.emit_heads import HeadLines
 
 MAX_D = 8192
 MAX_HEAD = 512
@@ -108,44 +108,17 @@ def arguments(spec: HeadRotary) -> list[str]:
     return ["DY", *xs, *weights, "COS", "SIN", *results, *counts, *sizes, "dy_b", "dy_n", "dy_h", *strides]
 
 
-class _Lines:
-    """Lines of a kernel, and the addresses and masks of its sub-blocks."""
+class _Lines(HeadLines):
+    """Lines of a kernel over one tensor or two."""
 
     def __init__(self, spec: HeadRotary) -> None:
-        self.spec, self.depth = spec, 1
-        self.text = ["@triton.jit", f"def {spec.function}({', '.join(arguments(spec))}):"]
-        self.starts = [sum(spec.blocks[:i]) for i in range(len(spec.blocks))]
-        self.two = spec.streams == 2
-        self(f"e = tl.arange(0, {spec.d})[None, :]")
-        for i, heads in enumerate(spec.blocks):
-            start = f"{self.starts[i]} + " if self.starts[i] else ""
-            self(f"h_{i} = ({start}tl.arange(0, {heads}))[:, None]")
-
-    def __call__(self, line: str) -> None:
-        self.text.append("    " * self.depth + line)
-
-    @property
-    def blocks(self) -> range:
-        return range(len(self.spec.blocks))
+        self.spec, self.two = spec, spec.streams == 2
+        super().__init__(spec, ", ".join(arguments(spec)), "[None, :]")
 
     @property
     def heights(self) -> list[int]:
         """The different heights of sub-blocks."""
         return sorted(set(self.spec.blocks), reverse=True)
-
-    def mask(self, i: int, load: bool) -> str:
-        """The mask arguments of a load or a store."""
-        if self.starts[i] + self.spec.blocks[i] <= self.spec.heads:
-            return ""
-        return f", mask=h_{i} < {self.spec.heads}" + (", other=0.0" if load else "")
-
-    def load(self, name: str, i: int, address: str) -> None:
-        """`name_i` in fp32."""
-        self(f"{name}_{i} = tl.load({address}{self.mask(i, True)}).to(tl.float32)")
-
-    def store(self, i: int, address: str, value: str, dtype: torch.dtype) -> None:
-        """Round and store."""
-        self(f"tl.store({address}, ({value}).to({TL[dtype]}){self.mask(i, False)})")
 
     def pick(self, name: str, one: str, other: str) -> None:
         """A name for what belongs to the tensor that the program works on."""
@@ -173,21 +146,16 @@ class _Lines:
 
     def turned(self, name: str, i: int, back: bool) -> None:
         """`name_i` rotated by the angles, or the gradient of that."""
-        heads, d = self.spec.blocks[i], self.spec.d
-        self(f"even, odd = tl.split(tl.reshape({name}_{i}, [{heads}, {d // 2}, 2]))")
         if back:
             pair = "even * cos_even + odd * sin_odd, odd * cos_odd - even * sin_even"
         else:
             pair = "even * cos_even - odd * sin_even, odd * cos_odd + even * sin_odd"
-        self(f"{name}_{i} = tl.reshape(tl.join({pair}), [{heads}, {d}])")
+        self.paired(name, i, pair)
 
     def rstd(self, i: int) -> None:
         """1 / root mean square of each head, [heads, 1]."""
         self(f"square = tl.sum(x_{i} * x_{i}, 1)[:, None] * {1.0 / self.spec.d!r}")
         self(f"rstd = 1.0 / tl.sqrt(square + {self.spec.eps!r})")
-
-    def source(self) -> str:
-        return HEADER + "\n".join(self.text) + "\n"
 
 
 def _forward(spec: HeadRotary) -> str:

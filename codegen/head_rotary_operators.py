@@ -9,7 +9,6 @@ Both take one tensor x0 [B, N0, H, d] or two, x0 and x1 [B, N1, H, d], and retur
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,17 +22,15 @@ from graphopt.codegen.emit_sums import tile
 from graphopt.codegen.head_rotary import HeadRotary, emit
 from graphopt.codegen.operators import has_triton
 
-SOURCES = ("head_rotary.py", "head_rotary_operators.py", "emit_sums.py", "configure.py")
+SOURCES = ("head_rotary.py", "head_rotary_operators.py", "emit_heads.py", "emit_base.py", "emit_sums.py",
+           "configure.py")
 Maybe: TypeAlias = Tensor | None
 
 
 @cache
 def source_hash() -> str:
     """Twelve hex digits over the files that decide what the operators compute."""
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update(name.encode() + b"\0" + (Path(__file__).parent / name).read_bytes())
-    return digest.hexdigest()[:12]
+    return store.digest_of(Path(__file__).parent, SOURCES)
 
 
 def operator(engine: str) -> Any:

@@ -14,7 +14,6 @@ by the names of its operators, so without the hash a changed backward formula wo
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.codegen import reference, tuned
+from graphopt.codegen import reference, store, tuned
 from graphopt.codegen.form import FUSIONS, OPERANDS, Fusion, decode_outputs, decode_rounding, split_outputs
 
 # every source that decides what an operator computes
@@ -43,12 +42,7 @@ ATTRIBUTES = ("outputs", "norm", "eps", "offset", "branch_norm", "branch_eps", "
 @cache
 def source_hash() -> str:
     """Twelve hex digits over the text of every file in SOURCES, and of the user's measured configurations."""
-    folder = Path(__file__).parent
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update(name.encode() + b"\0" + (folder / name).read_bytes())
-    digest.update(tuned.user_text().encode())
-    return digest.hexdigest()[:12]
+    return store.digest_of(Path(__file__).parent, SOURCES, tuned.user_text())
 
 
 def operator_name(fusion: str, engine: str) -> str:

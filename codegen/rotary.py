@@ -16,7 +16,7 @@ import torch
 
 from graphopt.codegen.compiler import Unit
 from graphopt.codegen.configure import RING_BYTES, cut, ring_limit
-from graphopt.codegen.emit_base import HEADER, TL
+from graphopt.codegen.emit_heads import HeadLines
 
 MAX_D = 8192
 
@@ -82,39 +82,15 @@ def unit(spec: Rotary, table: torch.dtype, weight: torch.dtype) -> Unit:
     return Unit(spec.function, spec.D, emit(spec), tuple(dtypes.items()), strides, spec.warps)
 
 
-class _Lines:
-    """Lines of a kernel, and the addresses and masks of its sub-blocks."""
+class _Lines(HeadLines):
+    """Lines of a kernel; `at_i` are the places of sub-block i in a contiguous row."""
 
     def __init__(self, spec: Rotary, arguments: str) -> None:
-        self.spec, self.depth = spec, 1
-        self.text = ["@triton.jit", f"def {spec.function}({arguments}):"]
-        self.starts = [sum(spec.blocks[:i]) for i in range(len(spec.blocks))]
-        self(f"e = tl.arange(0, {spec.d})")
-        for i, heads in enumerate(spec.blocks):
-            start = f"{self.starts[i]} + " if self.starts[i] else ""
-            self(f"h_{i} = ({start}tl.arange(0, {heads}))[:, None]")
-            self(f"at_{i} = h_{i} * {spec.d} + e[None, :]")
+        self.spec = spec
+        super().__init__(spec, arguments, "")
 
-    def __call__(self, line: str) -> None:
-        self.text.append("    " * self.depth + line)
-
-    @property
-    def blocks(self) -> range:
-        return range(len(self.spec.blocks))
-
-    def mask(self, i: int, load: bool) -> str:
-        """The mask arguments of a load or a store."""
-        if self.starts[i] + self.spec.blocks[i] <= self.spec.heads:
-            return ""
-        return f", mask=h_{i} < {self.spec.heads}" + (", other=0.0" if load else "")
-
-    def load(self, name: str, i: int, address: str) -> None:
-        """`name_i` in fp32."""
-        self(f"{name}_{i} = tl.load({address}{self.mask(i, True)}).to(tl.float32)")
-
-    def store(self, i: int, address: str, value: str, dtype: torch.dtype) -> None:
-        """Round and store."""
-        self(f"tl.store({address}, ({value}).to({TL[dtype]}){self.mask(i, False)})")
+    def places(self, i: int) -> None:
+        self(f"at_{i} = h_{i} * {self.spec.d} + e[None, :]")
 
     def angles(self) -> None:
         """`cos` and `sin` of the current row, [1, d / 2]: one angle a pair."""
@@ -127,11 +103,8 @@ class _Lines:
 
     def turned(self, name: str, i: int, back: bool) -> None:
         """`name_i` rotated by the angles, or back by them."""
-        heads, d = self.spec.blocks[i], self.spec.d
-        self(f"even, odd = tl.split(tl.reshape({name}_{i}, [{heads}, {d // 2}, 2]))")
         sign, other = ("+", "-") if back else ("-", "+")
-        pair = f"even * cos {sign} odd * sin, odd * cos {other} even * sin"
-        self(f"{name}_{i} = tl.reshape(tl.join({pair}), [{heads}, {d}])")
+        self.paired(name, i, f"even * cos {sign} odd * sin, odd * cos {other} even * sin")
 
     def mean(self, name: str, part: str) -> None:
         """`name`: mean over the row of an expression, one reduction per width."""
@@ -140,9 +113,6 @@ class _Lines:
             by_width.setdefault(self.spec.blocks[i], []).append(part.format(i=i))
         terms = " + ".join(f"tl.sum(tl.sum({' + '.join(parts)}, 1), 0)" for parts in by_width.values())
         self(f"{name} = ({terms}) * {1.0 / self.spec.D!r}")
-
-    def source(self) -> str:
-        return HEADER + "\n".join(self.text) + "\n"
 
 
 def _forward(spec: Rotary) -> str:

@@ -8,7 +8,6 @@ Both return [y, rstd].  cos and sin get no gradient.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,16 +21,13 @@ from graphopt.codegen.emit_sums import tile
 from graphopt.codegen.operators import has_triton
 from graphopt.codegen.rotary import Rotary, emit
 
-SOURCES = ("rotary.py", "rotary_operators.py", "emit_sums.py", "configure.py")
+SOURCES = ("rotary.py", "rotary_operators.py", "emit_heads.py", "emit_base.py", "emit_sums.py", "configure.py")
 
 
 @cache
 def source_hash() -> str:
     """Twelve hex digits over the files that decide what the operators compute."""
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update(name.encode() + b"\0" + (Path(__file__).parent / name).read_bytes())
-    return digest.hexdigest()[:12]
+    return store.digest_of(Path(__file__).parent, SOURCES)
 
 
 def operator(engine: str) -> Any:

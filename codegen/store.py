@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,15 @@ from types import ModuleType
 from graphopt.errors import CodegenError
 
 log = logging.getLogger(__name__)
+
+
+def digest_of(folder: Path, names: Iterable[str], more: str = "") -> str:
+    """Twelve hex digits over files, and more text, that decide what an operator computes."""
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(name.encode() + b"\0" + (folder / name).read_bytes())
+    digest.update(more.encode())
+    return digest.hexdigest()[:12]
 
 
 def cache_folder() -> Path:

@@ -10,7 +10,6 @@ and tracing that would make a graph per resolution.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphopt.codegen import store
 from graphopt.codegen.dsa import engines, reference
 from graphopt.codegen.operators import has_triton
 
@@ -29,11 +29,7 @@ SOURCES = ("device.py", "emit.py", "engines.py", "kernels.py", "lattice.py", "op
 @cache
 def source_hash() -> str:
     """Twelve hex digits over the text of every file in SOURCES."""
-    folder = Path(__file__).parent
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update(name.encode() + b"\0" + (folder / name).read_bytes())
-    return digest.hexdigest()[:12]
+    return store.digest_of(Path(__file__).parent, SOURCES)
 
 
 def operator_name(engine: str) -> str:
