@@ -4,10 +4,10 @@
     python benchmarks/step.py --warm ...                  compiles and runs one step of each, so that caches are filled
 
 Models and sizes are those of step_models.py.  Every system has a process of its own; they compile beside one another
-(`--together`) and are timed in turns, one at a time, so that a drifting clock meets all of them.  A row: forward_ms
-(no_grad) and step_ms (forward + backward, gradients freed after each), medians over all turns; peak_gib of a step;
-grad_norm over all parameters; grad_gap: the largest relative L2 distance of one parameter's gradient from eager's in
-the same dtype.
+(`--together`) and are timed in turns, one at a time, so that a drifting clock meets all of them.  A row, saved after
+every turn: forward_ms (no_grad) and step_ms (forward + backward, gradients freed after each), medians over all turns;
+peak_gib of a step; grad_norm over all parameters; grad_gap: the largest relative L2 distance of one parameter's
+gradient from eager's in the same dtype.
 `--profile` writes each kernel's time in one step to step_<model>_b<batch>_<system>.txt.
 """
 
@@ -245,21 +245,26 @@ def run(group: list[Measured], args: argparse.Namespace, ceilings: dict[str, flo
                 for what, values in found.items() if c.alive else ():
                     series[c.system].setdefault(what, []).extend(values)
                     print(f"{c.system} {what} {statistics.median(values):.3f} {state}", flush=True)
-        for c in mine:
-            if c.alive:
+            for c in [c for c in mine if c.alive]:  # after every turn: a run that is cut off keeps its rows
                 c.row |= {what: statistics.median(v) for what, v in series[c.system].items()}
-                steps = sorted(series[c.system]["step_ms"])
-                c.row["step_ms_range"] = [steps[0], steps[-1]]
-            what = dict(model=c.name, grid=c.size.grid, batch=c.size.batch, layers=layers(c.name), system=c.system)
-            row = {**what, **c.row}
+                steps = series[c.system]["step_ms"]
+                c.row |= {"step_ms_range": [min(steps), max(steps)], "turns": turn + 1}
+                save("step", [whole_row(c)], KEYS, ceilings, args.out)
+        for c in mine:
+            row = whole_row(c)
             print({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-            save("step", [row], KEYS, ceilings, args.out)
+            save("step", [row], KEYS, ceilings, args.out)  # those that were never timed, too
         for c in [c for c in mine if c.system in args.profile.split(",") and c.alive]:
             c.ask("profile", (args.out or Path()) / f"step_{c.name}_b{c.size.batch}_{c.system}.txt")
             c.answer()
         for c in [c for c in mine if c.alive]:
             c.ask("rest")
             c.answer()
+
+
+def whole_row(c: Measured) -> dict[str, Any]:
+    """What was measured so far, with what it is of."""
+    return dict(model=c.name, grid=c.size.grid, batch=c.size.batch, layers=layers(c.name), system=c.system) | c.row
 
 
 def clocks(device: str) -> str:
